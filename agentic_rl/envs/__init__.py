@@ -1,0 +1,1 @@
+"""Environments: the protocol, one file per environment, the sandbox."""

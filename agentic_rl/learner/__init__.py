@@ -1,0 +1,1 @@
+"""The learner: packing, losses, update, optimizer."""

@@ -1,0 +1,1 @@
+"""The policy: presets, the one forward, tokenizer and chat format."""

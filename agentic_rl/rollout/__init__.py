@@ -1,0 +1,1 @@
+"""Rollouts: engine, paged KV cache, scheduler, collection."""

@@ -1,0 +1,1 @@
+"""Task sets: generate, load, version, sample."""
