@@ -18,7 +18,8 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from agentic_rl import types
-from agentic_rl.credit import action_td, grpo
+from agentic_rl.credit import action_td
+from agentic_rl.credit import grpo
 from agentic_rl.credit import members as members_lib
 
 Estimator = Callable[..., list[np.ndarray]]

@@ -99,18 +99,23 @@ class _Table:
   """Values of states: the mean return over visits, trajectory by trajectory."""
 
   def __init__(self):
-    self._visits: dict[str, list[tuple[int, float]]] = collections.defaultdict(
-        list
+    self._visits: dict[str, list[tuple[int, float]]] = (
+        collections.defaultdict(list)
     )
+    self._means: dict[tuple[str, int | None], float] = {}
 
   def add(self, state: str, member: int, value: float) -> None:
+    """Records a visit; all are recorded before the first `value`."""
     self._visits[state].append((member, value))
 
   def value(self, state: str, without: int | None = None) -> float:
     """Returns V(state), from other trajectories than `without` if there are."""
-    visits = self._visits[state]
-    others = [value for member, value in visits if member != without]
-    return float(np.mean(others or [value for _, value in visits]))
+    if (state, without) not in self._means:
+      visits = self._visits[state]
+      others = [value for member, value in visits if member != without]
+      mean = np.mean(others or [value for _, value in visits])
+      self._means[state, without] = float(mean)
+    return self._means[state, without]
 
 
 def _check(lam: float, visits: str, scale: float) -> None:
