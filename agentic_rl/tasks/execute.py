@@ -17,8 +17,7 @@ Case = Sequence[Any]
 
 # Python reuses a module's bytecode when size and second of the source agree, as
 # they do after a one-token edit: so the script writes none.
-TESTS_SCRIPT = """import importlib
-import sys
+TESTS_SCRIPT = """import sys
 
 sys.dont_write_bytecode = True
 CASES = [
@@ -26,7 +25,7 @@ CASES = [
 ]
 for module, name, args, want in CASES:
   try:
-    got = repr(getattr(importlib.import_module(module), name)(*args))
+    got = repr(getattr(__import__(module), name)(*args))
   except BaseException as error:
     got = type(error).__name__
   if got != repr(want):
@@ -39,7 +38,7 @@ print('PASS')
 
 def tests_script(cases: Sequence[Case]) -> str:
   """Returns the text of `tests.py`: prints PASS or the first failure."""
-  lines = [f'    {tuple([m, f, tuple(a), w])!r},' for m, f, a, w in cases]
+  lines = [f'    {(m, f, tuple(a), w)!r},' for m, f, a, w in cases]
   return TESTS_SCRIPT.format(cases='\n'.join(lines))
 
 

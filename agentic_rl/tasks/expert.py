@@ -171,14 +171,15 @@ class MiniRepo:
 
   def __init__(self, task: types.Task):
     self.files = dict(task.payload['files'])
-    self._cases = execute.visible_cases(task.payload['tests']['tests.py'])
+    self._tests = task.payload['tests']
+    self._cases = execute.visible_cases(self._tests['tests.py'])
     self._hidden = task.payload['hidden_tests']['cases']
 
   def step(self, action: str) -> str:
     """Takes an action of the expert, returns the observation."""
     name, _, rest = action.partition(' ')
     if name == 'list':
-      return ' '.join(sorted(self.files))
+      return ' '.join(sorted({*self.files, *self._tests}))
     if name == 'test':
       return execute.first_failure(self.files, self._cases) or 'PASS'
     if name == 'view':
@@ -236,17 +237,17 @@ def play(
 def corpus(tasks: Iterable[types.Task], seed: int = 0) -> Iterator[str]:
   """Yields texts to train a tokenizer on.
 
-  Everything an episode can show: prompts, files, tests, traces, line numbers,
-  and the errors that wrong edits can raise.
+  What an episode of the expert shows, every name and number up to 99, and the
+  errors that wrong edits can raise. Not the text of the tests: the agent has
+  no need to read it, and it would take a tenth of the vocabulary.
   """
   yield from map(str, range(100))
   yield from templates.FUNCTION_NAMES
-  yield from (f'{m}.py {m}' for m in templates.MODULE_NAMES)
-  for error in _ERRORS:
-    yield f'FAIL util.py stem(4) got {error} want 8'
+  yield from (f'{m}.py' for m in templates.MODULE_NAMES)
+  yield from (f'FAIL util.py stem(4) got {e} want 8' for e in _EXCEPTIONS)
+  yield from _COMPLAINTS
   for task in tasks:
     yield task.prompt
-    yield from task.payload['tests'].values()
     for action, observation in simulate(task, seed):
       yield action
       yield observation
@@ -281,7 +282,7 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     **templates.OPERATORS,
     **templates.COMPARISONS,
 }
-_ERRORS = (
+_EXCEPTIONS = (
     'SyntaxError',
     'IndentationError',
     'NameError',
@@ -293,6 +294,19 @@ _ERRORS = (
     'None',
     'True',
     'False',
+)
+# What an environment answers to calls that the expert never makes.
+_COMPLAINTS = (
+    "ERR unknown tool 'x'",
+    'ERR empty action',
+    'ERR test takes no arguments',
+    'ERR view takes FILE',
+    'ERR edit takes FILE LINE TEXT',
+    "ERR bad line number 'x'",
+    "ERR no file 'x'",
+    'ERR util.py has 9 lines',
+    'ERR tests.py is read-only',
+    'FAIL timeout',
 )
 
 

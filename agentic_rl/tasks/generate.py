@@ -104,6 +104,7 @@ class Difficulty:
     return cls(**out)
 
   def to_json(self) -> dict[str, Any]:
+    """Returns the fields as JSON values, which `parse` reads."""
     return {**dataclasses.asdict(self), 'functions': list(self.functions)}
 
 

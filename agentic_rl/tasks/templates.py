@@ -84,14 +84,16 @@ class Template:
   def roles(self) -> tuple[str, ...]:
     """Placeholders in use, in the order a, b, t, i, p, q."""
     text = self.spec + ' '.join(self.body)
-    return tuple(r for r in 'abtipq' if '{%s}' % r in text)
+    return tuple(r for r in 'abtipq' if f'{{{r}}}' in text)
 
   @functools.cached_property
   def params(self) -> tuple[str, ...]:
+    """Placeholders of the parameters."""
     return tuple(r for r in self.roles if r in 'ab')
 
   @functools.cached_property
   def constants(self) -> tuple[str, ...]:
+    """Placeholders of the constants."""
     return tuple(r for r in self.roles if r in 'pq')
 
   @functools.cached_property
@@ -181,15 +183,16 @@ def _line_variants(number: int, text: str, scope: list[str]) -> list[Variant]:
   for index, token in enumerate(tokens):
     at, offset = offset, offset + len(token)
     if token in OPERATORS:
-      kind, others = 'operator', OPERATORS[token]
+      kind = 'operator'
+      others: tuple[str, ...] = OPERATORS[token]
     elif token in COMPARISONS:
       kind, others = 'comparison', COMPARISONS[token]
     elif token in ('{p}', '{q}'):
       kind = 'constant'
-      others = tuple('{%s%s}' % (token[1], s) for s in ('+1', '-1'))
+      others = tuple(f'{{{token[1]}{s}}}' for s in ('+1', '-1'))
     elif token[0] == '{' and at not in targets:
       kind = 'variable'
-      others = tuple('{%s}' % r for r in scope if r != token[1])
+      others = tuple(f'{{{r}}}' for r in scope if r != token[1])
     else:
       continue
     for other in others:
