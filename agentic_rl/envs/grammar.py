@@ -87,4 +87,6 @@ def _is_one_plain_line(text: str) -> bool:
   if any((ord(c) < 32 and c != '\t') or ord(c) == 127 for c in text):
     return False
   # Lone surrogates have no UTF-8; the rest are lines to `str.splitlines`.
-  return not any('\ud800' <= c <= '\udfff' or c in '\x85\u2028\u2029' for c in text)
+  return not any(
+      '\ud800' <= c <= '\udfff' or c in '\x85\u2028\u2029' for c in text
+  )

@@ -15,7 +15,6 @@ If nothing holds, `check` raises: there is no silent fall-back.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -244,7 +243,7 @@ async def _exec(
     )
 
 
-_ways: dict[tuple, asyncio.Future | _Way] = {}
+_ways: dict[tuple[int, int], _Way] = {}
 
 
 async def _find_way(bounds: protocol.Bounds) -> _Way:
@@ -270,12 +269,14 @@ async def _probe_ways(bounds: protocol.Bounds) -> _Way:
   ran = False
   for way in candidates:
     argv = [*BubblewrapSandbox.python, '-c', program]
-    result = await _exec(way, bounds, argv, workdir=None)
+    try:
+      result = await _exec(way, bounds, argv, workdir=None)
+    except envs_protocol.EnvironmentFailure as error:
+      failure = str(error)  # For example nobody may not read bwrap.
+      continue
     if result.exit_code:
       text = result.stderr.decode(errors='replace').strip()
-      failure = failure or text or f'exit status {result.exit_code}'
-      if way.uid is None:
-        failure = text or failure
+      failure = text or f'exit status {result.exit_code}'
       continue
     ran = True
     if int(result.stdout or tries) < tries:

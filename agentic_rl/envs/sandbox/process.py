@@ -19,6 +19,9 @@ from agentic_rl.envs.sandbox import protocol as sandbox_protocol
 
 _CHUNK_BYTES = 65536
 _REAP_S = 5.0
+# What a command leaves running may hold its pipes this much longer.
+_LINGER_S = 0.1
+_POLL_S = 0.02
 
 # Sets the limits and becomes the command. dash spells RLIMIT_NPROC `-p`, other
 # shells `-u`, where `-p` is an error: try both, the probe of the sandbox tells
@@ -53,6 +56,7 @@ class _Run:
     self.process = process
     self.output = {'stdout': bytearray(), 'stderr': bytearray()}
     self.truncated = False
+    self.ended_s: float | None = None
     self.event = asyncio.Event()
     self._max = max_output_bytes
     self._loop = asyncio.get_running_loop()
@@ -94,6 +98,8 @@ class _Run:
 
   def _on_exit(self) -> None:
     self.process.wait()  # Does not block: the descriptor says it has ended.
+    self.ended_s = time.perf_counter()
+    self.event.set()
     self._unwatch(self._pidfd)
 
   def _on_readable(self, fd: int, name: str) -> None:
@@ -160,7 +166,9 @@ async def run(
         **drop,
     )
   except OSError as error:
-    raise protocol.EnvironmentFailure(f'can not start {argv[0]}: {error}')
+    raise protocol.EnvironmentFailure(
+        f'can not start {argv[0]}: {error}'
+    ) from error
   finally:
     os.close(source)
   try:
@@ -168,29 +176,33 @@ async def run(
   except BaseException:
     process.kill()
     raise
-  timed_out = overflowed = False
+  overflowed = False
+  deadline = start + timeout_s
   try:
-    deadline = start + timeout_s
-    while not run_.finished and not run_.truncated and not timed_out:
-      left = deadline - time.perf_counter()
-      wait_s = left if overflow is None else min(left, 0.02)
+    while not run_.finished and not run_.truncated and not overflowed:
+      end = deadline
+      if run_.ended_s is not None:
+        end = min(deadline, run_.ended_s + _LINGER_S)
+      left = end - time.perf_counter()
+      if left <= 0:
+        break
+      run_.event.clear()
       try:
-        await asyncio.wait_for(run_.event.wait(), max(wait_s, 0))
+        wait_s = left if overflow is None else min(left, _POLL_S)
+        await asyncio.wait_for(run_.event.wait(), wait_s)
       except TimeoutError:
         overflowed = overflow is not None and overflow()
-        timed_out = time.perf_counter() >= deadline
-      if overflowed:
-        break
+    timed_out = run_.ended_s is None and time.perf_counter() >= deadline
     run_.kill()
     if reap is not None:
       reap()
-    run_.event.clear()
-    if not run_.finished:
-      try:
-        # Never drains a flood: the process is dead, its pipe holds 64 KiB.
-        await asyncio.wait_for(_exited(run_), _REAP_S)
-      except TimeoutError:
-        raise protocol.EnvironmentFailure('a killed command did not end')
+    try:
+      # Never drains a flood: a dead process needs no reader to end.
+      await asyncio.wait_for(_exited(run_), _REAP_S)
+    except TimeoutError as error:
+      raise protocol.EnvironmentFailure(
+          'a killed command did not end'
+      ) from error
   finally:
     run_.kill()
     run_.close()
