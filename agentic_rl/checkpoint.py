@@ -362,7 +362,7 @@ def _host(leaf: Any) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-  return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+  return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _describe(leaf: Any) -> list[Any]:

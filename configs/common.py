@@ -28,7 +28,7 @@ import importlib.util
 import json
 import pathlib
 import re
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence, TypeAlias
 
 import ml_collections
 
@@ -36,7 +36,7 @@ from agentic_rl import metrics
 from agentic_rl import types
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ConfigDict = ml_collections.ConfigDict
+ConfigDict: TypeAlias = ml_collections.ConfigDict
 
 _TRUE = ('true', 'yes', '1')
 _FALSE = ('false', 'no', '0')
@@ -127,7 +127,11 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 def locked(config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
   """Returns `config` as a ConfigDict that takes no new fields."""
-  out = config if isinstance(config, ConfigDict) else ConfigDict(config)
+  out = (
+      config
+      if isinstance(config, ml_collections.ConfigDict)
+      else ConfigDict(config)
+  )
   out.lock()
   return out
 
@@ -140,7 +144,7 @@ def fields(config: Any) -> dict[str, Any]:
 def _walk(node, prefix: str):
   for key in node:
     value, path = node[key], f'{prefix}{key}'
-    if isinstance(value, ConfigDict):
+    if isinstance(value, ml_collections.ConfigDict):
       yield from _walk(value, path + '.')
     else:
       yield path, value
@@ -150,14 +154,14 @@ def check_field(config: ConfigDict, path: str) -> None:
   """Raises ConfigError, with the near ones, unless `path` is in `config`."""
   node: Any = config
   for i, key in enumerate(path.split('.')):
-    if not isinstance(node, ConfigDict) or key not in node:
+    if not isinstance(node, ml_collections.ConfigDict) or key not in node:
       # Near in spelling, or of the same last name anywhere.
       known = list(fields(config))
       same = [k for k in known if k.split('.')[-1] == path.split('.')[-1]]
       near = difflib.get_close_matches(path, known, n=4, cutoff=0.6)
       near = list(dict.fromkeys(same[:4] + near))
       place = '.'.join(path.split('.')[:i])
-      if isinstance(node, ConfigDict):
+      if isinstance(node, ml_collections.ConfigDict):
         here = f'fields of {place or "the config"}: {", ".join(node)}'
       else:
         here = f'{place} is a value, without fields'
@@ -186,7 +190,7 @@ def override(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
     node = config
     for key in parents:
       node = node[key]
-    if isinstance(node[last], ConfigDict):
+    if isinstance(node[last], ml_collections.ConfigDict):
       raise ConfigError(f'{path!r} holds fields; override one of them')
     if isinstance(node[last], bool) != isinstance(value, bool) and (
         node[last] is not None
@@ -238,7 +242,7 @@ def options(component: Any) -> dict[str, Any]:
 
 
 def _is_dict(component: Any, key: str) -> bool:
-  return isinstance(_untracked(component)[key], ConfigDict)
+  return isinstance(_untracked(component)[key], ml_collections.ConfigDict)
 
 
 # ------------------------------------------------------------------ identity
@@ -353,7 +357,7 @@ class ReadTracker:
 
   def __getitem__(self, key: str) -> Any:
     value = self._config[key]
-    if isinstance(value, ConfigDict):
+    if isinstance(value, ml_collections.ConfigDict):
       return ReadTracker(value, f'{self._prefix}{key}.', self._read)
     self._read.add(f'{self._prefix}{key}')
     return value

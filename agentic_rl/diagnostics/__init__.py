@@ -1,0 +1,1 @@
+"""Measurements of a run: mismatch, throughput, depth, sparsity, credit."""
