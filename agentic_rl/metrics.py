@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from typing import Any, Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ class Metrics:
     self._resume = dict(resume or {})
     self._alerting: set[str] = set()
     self._boards: dict[str, _EventFile] = {}
-    self._phase = ''
+    self._phase = 'run'
     self._screen = _Screen(console)
     self.workdir.mkdir(parents=True, exist_ok=True)
     path = self.workdir / JSONL
@@ -80,7 +81,7 @@ class Metrics:
     """Begins a phase; progress and ETA count from here.
 
     Args:
-      phase: a short name, as 'warm_start' or 'rl'.
+      phase: a short name, as 'warm_start' or 'rl': letters, digits, `_`, `-`.
       total: number of its steps, if known.
       done: steps that an earlier run has done.
     """
@@ -176,7 +177,9 @@ class Metrics:
 
   def _board(self, phase: str) -> _EventFile:
     if phase not in self._boards:
-      folder = self.workdir / TENSORBOARD / (phase or 'run')
+      if not re.fullmatch(r'[\w-]+', phase):
+        raise ValueError(f'phase {phase!r}: use letters, digits, _ and -')
+      folder = self.workdir / TENSORBOARD / phase
       first = self._resume.get(phase, -1) + 1
       self._boards[phase] = _EventFile(folder, first)
     return self._boards[phase]
@@ -257,11 +260,11 @@ def _parsed(path: pathlib.Path):
       yield line, row
 
 
-def _truncate(path: pathlib.Path, keep: Mapping[str, int]) -> None:
+def _truncate(path: pathlib.Path, keep: Mapping[Any, int]) -> None:
   lines = [
       line
       for line, row in _parsed(path)
-      if row.get('step', 0) <= keep.get(row.get('phase', ''), -1)
+      if row.get('step', 0) <= keep.get(row.get('phase'), -1)
   ]
   write_atomically(path, b''.join(lines))
 

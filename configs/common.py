@@ -499,6 +499,5 @@ def default_workdir(spec: str, seed: int) -> str:
   path, _, arg = spec.partition(':')
   name = pathlib.Path(path).stem
   tail = re.sub(r'[^A-Za-z0-9_.=+]+', '-', arg).strip('-')
-  return str(pathlib.Path('runs') / '-'.join(filter(None, [name, tail])))[
-      :200
-  ] + (f'-seed{seed}')
+  parts = [name, tail[:100], f'seed{seed}']
+  return str(pathlib.Path('runs') / '-'.join(filter(None, parts)))

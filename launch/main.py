@@ -5,6 +5,7 @@ Ctrl-C (or SIGTERM) asks for a stop at the next safe point, with a checkpoint;
 the second aborts. The same command continues in the same work directory.
 """
 
+import os
 import pathlib
 import signal
 import sys
@@ -45,7 +46,8 @@ def stop_on_signals() -> threading.Event:
     if stop.is_set():
       raise KeyboardInterrupt
     stop.set()
-    print('\nStopping at the next safe point; once more aborts.', flush=True)
+    # Not print: the signal may come while another print holds the lock.
+    os.write(2, b'\nStopping at the next safe point; once more aborts.\n')
 
   signal.signal(signal.SIGINT, handle)
   signal.signal(signal.SIGTERM, handle)

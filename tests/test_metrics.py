@@ -196,7 +196,7 @@ def test_full_disk_names_the_file(tmp_path):
   assert (tmp_path / 'old.json').read_text() == 'old'
   writer.close()
   # The line that was cut is dropped at the next start.
-  with open_metrics(tmp_path, resume={'': 9}) as again:
+  with open_metrics(tmp_path, resume={'run': 9}) as again:
     again.log(2, {'a': 1})
     assert [r['step'] for r in again.rows()] == [2]
 

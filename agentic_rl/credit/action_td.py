@@ -99,8 +99,8 @@ class _Table:
   """Values of states: the mean return over visits, trajectory by trajectory."""
 
   def __init__(self):
-    self._visits: dict[str, list[tuple[int, float]]] = (
-        collections.defaultdict(list)
+    self._visits: dict[str, list[tuple[int, float]]] = collections.defaultdict(
+        list
     )
     self._means: dict[tuple[str, int | None], float] = {}
 

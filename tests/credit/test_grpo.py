@@ -76,3 +76,14 @@ def test_empty_group_and_bad_eps():
   assert grpo(samples.group(samples.broken()))[0].tolist() == [0.0]
   with pytest.raises(ValueError, match='eps must be positive'):
     grpo(samples.group(), eps=0.0)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_order_of_members_does_not_matter(seed):
+  rng = np.random.default_rng(seed)
+  group = samples.random_group(rng)
+  order = rng.permutation(len(group.trajectories))
+  shuffled = samples.group(*[group.trajectories[i] for i in order])
+  plain = grpo(group)
+  for i, got in zip(order, grpo(shuffled)):
+    np.testing.assert_allclose(got, plain[i], atol=1e-6)
