@@ -5,74 +5,49 @@
   python launch/tasks.py diff DIR1 DIR2
   python launch/tasks.py check DIR
 
-`--json=FILE` writes the report as JSON ('-': standard output). Ends non-zero
-when a check fails.
+`--json=FILE` writes the report as JSON ('-': standard output). The exit code
+is 1 when a check fails and 2 on bad input.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import sys
-from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from agentic_rl.tasks import audit
 from agentic_rl.tasks import taskset
 
 
-def main(argv: list[str] | None = None) -> int:
-  """Runs a command; returns 0, 1 if a check failed, 2 on bad input."""
-  args = _parse(argv)
-  try:
-    report, text, good = args.run(args)
-  except (OSError, ValueError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  if args.json == '-':
-    print(json.dumps(report, indent=2))
-    return 0 if good else 1
-  if args.json:
-    with open(args.json, 'w', encoding='utf-8') as file:
-      file.write(json.dumps(report, indent=2) + '\n')
-  print(text)
-  return 0 if good else 1
-
-
-def _build(args) -> tuple[dict[str, Any], str, bool]:
-  built = audit.build(
-      args.n,
-      args.split,
-      args.difficulty,
-      seed=args.seed,
-      holdout_fraction=args.holdout_fraction,
-      holdout_templates=args.holdout_templates,
-  )
+def _build(args):
+  names = 'split difficulty seed holdout_fraction holdout_templates'.split()
+  built = audit.build(args.n, **{n: getattr(args, n) for n in names})
   taskset.save(args.out, built, overwrite=args.overwrite)
-  report = {'out': args.out, 'count': args.n, 'version': built.version}
-  return report, f'{args.out}: {args.n} tasks, version {built.version}', True
+  report = dict(out=args.out, count=args.n, version=built.version)
+  return report, f'{args.out}: {args.n} tasks, version {built.version}'
 
 
-def _show(args) -> tuple[dict[str, Any], str, bool]:
+def _show(args):
   tasks = taskset.load(args.dir).tasks[: args.n]
-  shown = [{'task_id': t.task_id, 'meta': dict(t.meta)} for t in tasks]
-  return {'tasks': shown}, '\n'.join(map(audit.describe, tasks)), True
+  shown = [dict(task_id=t.task_id, meta=dict(t.meta)) for t in tasks]
+  return {'tasks': shown}, '\n'.join(map(audit.describe, tasks))
 
 
-def _diff(args) -> tuple[dict[str, Any], str, bool]:
+def _diff(args):
   drift = taskset.drift(taskset.load(args.old), taskset.load(args.new))
   report = drift.to_json()
-  text = '\n'.join(f'{k}: {len(v)}' for k, v in report.items())
-  return report, text, True
+  return report, '\n'.join(f'{k}: {len(v)}' for k, v in report.items())
 
 
-def _check(args) -> tuple[dict[str, Any], str, bool]:
+def _check(args):
   report = audit.check(taskset.load(args.dir))
   lines = [f'{i}: {p}' for i, ps in report['problems'].items() for p in ps]
   lines.append(f'{report["count"]} tasks, {len(report["problems"])} unsound')
-  return report, '\n'.join(lines), not report['problems']
+  return report, '\n'.join(lines)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv):
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   commands = parser.add_subparsers(required=True)
 
@@ -97,6 +72,21 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
   command('diff', _diff, 'old', 'new')
   command('check', _check, 'dir')
   return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+  """Runs a command; returns 0, 1 if a check failed, 2 on bad input."""
+  args = _parse(argv)
+  try:
+    report, text = args.run(args)
+  except (OSError, ValueError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  if args.json not in ('', '-'):
+    content = json.dumps(report, indent=2) + '\n'
+    pathlib.Path(args.json).write_text(content, encoding='utf-8')
+  print(json.dumps(report, indent=2) if args.json == '-' else text)
+  return 1 if report.get('problems') else 0
 
 
 if __name__ == '__main__':

@@ -138,11 +138,9 @@ class Tokenizer:
     """
     try:
       return self._model.encode(text, add_special_tokens=False).ids
-    except UnicodeEncodeError as error:
-      at = text[error.start]
-      raise ValueError(
-          f'text has {at!r} at {error.start}; allowed: text with a UTF-8 form'
-      ) from None
+    except TypeError:
+      _require_utf8(text)
+      raise
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of ids: the inverse of `encode`.
@@ -195,6 +193,16 @@ class Tokenizer:
         'tokens': list(self._tokens),
         'merges': [list(m) for m in self._merges],
     }
+
+
+def _require_utf8(text: str) -> None:
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    at = text[error.start]
+    raise ValueError(
+        f'text has {at!r} at {error.start}; allowed: text with a UTF-8 form'
+    ) from None
 
 
 def _byte_of() -> dict[str, int]:

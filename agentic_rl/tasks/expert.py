@@ -76,6 +76,7 @@ class ExpertPolicy:
       )
     self._files = dict(task.payload['files'])
     self._fixed = generate.fixed_files(task)
+    self._bugs = {(b['file'], b['line']) for b in task.meta['bugs']}
     self._rng = rng
     self._noise = noise
     self._left = turns
@@ -141,7 +142,9 @@ class ExpertPolicy:
     body = _body_of(lines, line)
     right = self._fixed[file].split('\n')[line - 1].strip()
     others = [n for n in body if n != line]
-    if rng.random() >= noise.right_line and others:
+    if (file, line) not in self._bugs:  # it broke this line: it takes it back
+      new = right
+    elif rng.random() >= noise.right_line and others:
       line = rng.choice(others)
       new = self._variant(lines, line, lines[line - 1].strip())
     elif rng.random() < noise.right_fix:
@@ -153,8 +156,8 @@ class ExpertPolicy:
 
   def _variant(self, lines: list[str], line: int, text: str) -> str:
     """Returns a one-token change of `text`, not what the line has now."""
-    definition = lines[_body_of(lines, line)[0] - 2]
-    names = re.findall(r'\b[a-z]\b', definition)
+    above = lines[_body_of(lines, line)[0] - 2 : line - 1]
+    names = re.findall(r'\b[a-z]\b', ' '.join(above))
     options = [
         v
         for v in one_token_changes(text, names)

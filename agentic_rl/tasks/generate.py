@@ -404,8 +404,8 @@ def _profile(template: templates.Template, constants: tuple[int, ...]):
   """Executes the function and all its variants on every input.
 
   Returns:
-    The results by input, and for each variant the inputs that refute it, in
-    order (None where it is unfit as a bug: its results are too long to show).
+    The results by input, and for each variant the inputs that refute it and
+    whether all its results are short numbers, as a bug's should be.
   """
   right, *others = template.compiled
   truth = {i: right(*i, *constants) for i in template.inputs}

@@ -20,7 +20,7 @@ from typing import Mapping
 # Changing anything here changes the tasks: raise `generate.GENERATOR_VERSION`.
 FUNCTION_NAMES = tuple(
     'stem pick fold gain lift drop rank wrap trim cost load mark pace reach '
-    'scan seek size slot span spin step tick turn unit wave wind zone bend '
+    'scan seek size slot span spin step tick turn unit gaze wind zone bend '
     'bump cast clip crop dash edge fill flow grip hold join knit link melt '
     'move pull push roll'.split()
 )
