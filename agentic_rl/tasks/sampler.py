@@ -8,6 +8,7 @@ goes on with the very next task.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from agentic_rl import types
@@ -76,9 +77,13 @@ class FixedTasks:
 
   shuffle = True
 
-  def __init__(self, seed: int, tasks: Sequence[types.Task] | str):
+  def __init__(
+      self,
+      seed: int,
+      tasks: Sequence[types.Task] | str | os.PathLike[str],
+  ):
     del seed  # the order is drawn by the sampler
-    if isinstance(tasks, str):
+    if isinstance(tasks, (str, os.PathLike)):
       tasks = taskset.load(tasks).tasks
     if not tasks:
       raise ValueError('tasks are empty; allowed: at least one task')
