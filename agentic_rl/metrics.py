@@ -337,6 +337,7 @@ class _Screen:
   """A live table on a terminal, plain lines elsewhere."""
 
   ROWS = 12
+  COLUMNS = 10  # of values; `show` chooses which
   REFRESH_S = 0.2
 
   def __init__(self, console: Any = None):
@@ -364,7 +365,7 @@ class _Screen:
       self, phase: str, step: int, values: Mapping[str, Any], *, progress: bool
   ) -> None:
     if progress:
-      self._eta.step = step
+      self._eta.step, self._text = step, ''
     if self._console.is_terminal:
       self._rows.append((phase, step, values))
       self._draw(force=True)
@@ -413,6 +414,7 @@ class _Screen:
         caption=caption, caption_justify='left', box=None, pad_edge=False
     )
     names = list(dict.fromkeys(n for _, _, vs in self._rows for n in vs))
+    names = names[: self.COLUMNS]
     for name in ['phase', 'step', *names]:
       table.add_column(name, justify='right', overflow='fold')
     for phase, step, values in self._rows:
