@@ -1,0 +1,224 @@
+"""The one forward: a stream of tokens in, final hidden rows and routes out.
+
+Sampler and learner both call `forward`. The sampler passes few tokens and a
+long-lived pool of KV pages; the learner passes packed rows and no pool, and its
+pages are the stream itself. See `kernels_pallas.numerics` for the rules that
+make the two equal to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from agentic_rl.policy.config import PolicyConfig
+import jax
+from jax import lax
+import jax.numpy as jnp
+from kernels_pallas.block_selection import ops as selection
+from kernels_pallas.grouped_matmul import ops as grouped
+from kernels_pallas.matmul import ops as dense
+from kernels_pallas.paged_attention import ops as attention
+from kernels_pallas.row_ops import ops as rows
+
+
+class Pool(NamedTuple):
+  """KV pages of all layers; layer l owns pages l·M .. (l+1)·M - 1.
+
+  Attributes:
+    kv: [L·M, C, K, 2H] keys and values, the last page of a layer is a bin for
+      writes that must not land.
+    means: float32 [L·M, K, H] mean key of each full page.
+  """
+
+  kv: jax.Array
+  means: jax.Array
+
+
+class Writes(NamedTuple):
+  """Where a step's keys go.
+
+  Attributes:
+    page_T: int32, page of each token within a layer.
+    offset_T: int32, place in the page.
+    full: int32 [n], pages that this step completes, the bin page for none.
+  """
+
+  page_T: jax.Array
+  offset_T: jax.Array
+  full: jax.Array
+
+
+def init_pool(cfg: PolicyConfig, pages: int) -> Pool:
+  """Returns an empty pool of `pages` usable pages a layer, and one bin."""
+  n = cfg.layers * (pages + 1)
+  shape = (n, cfg.page, cfg.kv_heads, 2 * cfg.head_width)
+  means = jnp.zeros((n, cfg.kv_heads, cfg.head_width))
+  return Pool(jnp.zeros(shape, cfg.numerics.storage), means)
+
+
+def forward(
+    weights: dict[str, Any],
+    tokens_T,
+    layout: attention.Layout,
+    cfg: PolicyConfig,
+    pool: Pool | None = None,
+    writes: Writes | None = None,
+):
+  """Runs the decoder over a stream of tokens.
+
+  Args:
+    weights: from `model.init`.
+    tokens_T: int32 [T], T a multiple of the row tile.
+    layout: positions, page table and tiles of the stream.
+    cfg: shape of the policy.
+    pool: KV pages of the sampler; None in the learner, where the stream is rows
+      and its keys are the pages.
+    writes: where the stream's keys go; with `pool` only.
+
+  Returns:
+    Hidden rows [T, D] after the final norm, routes int32 [L_moe, T, topk] in
+    slot order, and the pool.
+  """
+  num = cfg.numerics
+  x = num.cast(weights['embedding'][tokens_T])
+  routes = []
+  layer = functools.partial(_layer, layout=layout, cfg=cfg, writes=writes)
+  if cfg.remat:
+    layer = jax.checkpoint(layer, static_argnums=(4,))
+  for i in range(cfg.dense_layers):
+    kind = cfg.pattern[i % len(cfg.pattern)]
+    x, pool, _ = layer(x, pool, weights['first'][i], i, kind)
+
+  def group(carry, args):
+    x, pool = carry
+    stack, g = args
+    chosen = []
+    for i, kind in enumerate(cfg.pattern):
+      index = cfg.dense_layers + g * len(cfg.pattern) + i
+      x, pool, experts = layer(x, pool, stack[i], index, kind)
+      chosen.append(experts)
+    return (x, pool), jnp.stack(chosen) if cfg.experts else None
+
+  if cfg.groups:
+    stacks = [weights['pattern'][i] for i in range(len(cfg.pattern))]
+    scanned = (stacks, jnp.arange(cfg.groups))
+    (x, pool), routes = lax.scan(group, (x, pool), scanned)
+    if cfg.experts:
+      routes = routes.reshape(-1, *routes.shape[2:])
+  if not cfg.moe_layers:
+    routes = jnp.zeros((0, tokens_T.shape[0], 1), jnp.int32)
+  x = rows.rms_norm(x, weights['final_norm'], numerics=num, impl=cfg.impl)
+  return x, routes, pool
+
+
+def head(weights, cfg: PolicyConfig):
+  """Returns the [D, V] matrix of the LM head."""
+  return weights['embedding'].T if cfg.tied else weights['head']
+
+
+def _layer(x, pool, w, index, kind, *, layout, cfg, writes):
+  num, impl = cfg.numerics, cfg.impl
+  h = rows.rms_norm(x, w['attention_norm'], numerics=num, impl=impl)
+  out, pool = _attention(h, pool, w, index, kind, layout, cfg, writes)
+  x = num.cast(x + num.keep(_project(out, w['output'], cfg)))
+  h = rows.rms_norm(x, w['ffn_norm'], numerics=num, impl=impl)
+  out, experts = _feed_forward(h, w, cfg)
+  return num.cast(x + num.keep(out)), pool, experts
+
+
+def _project(x, w, cfg):
+  num = cfg.numerics
+  return num.cast(dense.matmul(x, w, numerics=num, impl=cfg.impl))
+
+
+def _attention(h, pool, w, index, kind, layout, cfg, writes):
+  num, impl = cfg.numerics, cfg.impl
+  count, width = h.shape[0], cfg.head_width
+  q = _project(h, w['query'], cfg).reshape(count, cfg.heads, width)
+  kv = _project(h, w['key_value'], cfg)
+  kv = kv.reshape(count, cfg.kv_heads, 2 * width)
+
+  def place(a, gain):
+    a = rows.rms_norm(a, gain, numerics=num, impl=impl)
+    theta = cfg.rope_theta
+    return rows.rope(
+        a, layout.positions_T, numerics=num, theta=theta, impl=impl
+    )
+
+  q = place(q, w['query_norm'])
+  k = place(kv[..., :width], w['key_norm'])
+  kv = jnp.concatenate([k, kv[..., width:]], -1)
+  if pool is None:
+    pages = kv.reshape(-1, cfg.page, cfg.kv_heads, 2 * width)
+    means = None
+    if kind == 'b':
+      means = selection.page_means(pages, numerics=num, impl=impl)
+  else:
+    pool = _write(pool, kv, kind, index, cfg, writes)
+    pages, means = pool
+    layout = layout.shift_pages(index * (pages.shape[0] // cfg.layers))
+  selected = None
+  if kind == 'b':
+    selected = selection.select_pages(
+        q,
+        means,
+        layout,
+        page_size=cfg.page,
+        topk=cfg.topk_pages,
+        numerics=num,
+        impl=impl,
+    )
+  out = attention.paged_attention(
+      q,
+      pages,
+      layout,
+      numerics=num,
+      window=cfg.window if kind == 'w' else None,
+      selected_TKj=selected,
+      impl=impl,
+  )
+  return out.reshape(count, -1), pool
+
+
+def _write(pool, kv, kind, index, cfg, writes):
+  first = index * (pool.kv.shape[0] // cfg.layers)
+  stored = pool.kv.at[first + writes.page_T, writes.offset_T].set(kv)
+  if kind != 'b':
+    return Pool(stored, pool.means)
+  full = first + writes.full
+  means = selection.page_means(
+      stored[full], numerics=cfg.numerics, impl=cfg.impl
+  )
+  return Pool(stored, pool.means.at[full].set(means))
+
+
+def _feed_forward(h, w, cfg):
+  num, impl = cfg.numerics, cfg.impl
+  out, experts = None, None
+  if 'dense_in' in w:
+    a = _project(h, w['dense_in'], cfg)
+    half = a.shape[1] // 2
+    a = rows.swiglu(a[:, :half], a[:, half:], numerics=num, impl=impl)
+    out = _project(a, w['dense_out'], cfg)
+  if 'router' in w:
+    logits = dense.matmul(h, w['router'], numerics=num, impl=impl)
+    weights, experts = rows.router(
+        logits,
+        w['balance'],
+        topk=cfg.topk_experts,
+        gating=cfg.gating,
+        numerics=num,
+        impl=impl,
+    )
+    plan = grouped.plan(experts, cfg.experts)
+    product = functools.partial(
+        grouped.grouped_matmul, plan_=plan, numerics=num, impl=impl
+    )
+    a = num.cast(product(grouped.dispatch(h, plan), w['expert_in']))
+    half = a.shape[1] // 2
+    a = rows.swiglu(a[:, :half], a[:, half:], numerics=num, impl=impl)
+    a = num.cast(product(a, w['expert_out']))
+    mixed = num.cast(grouped.combine(a, weights, plan, numerics=num))
+    out = mixed if out is None else num.cast(out + num.keep(mixed))
+  return out, experts

@@ -1,0 +1,177 @@
+"""Mixture-of-experts product: slots sorted by expert, fixed row tiles, no drops.
+
+A slot is one of the `topk` choices of one token. `plan` sorts the slots by
+expert and pads every expert's group to whole tiles; `dispatch` brings the rows
+there, `grouped_matmul` multiplies every tile by its expert's matrix, `combine`
+adds a token's slots in slot order. No scatter-add takes part, so a token's
+result does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from kernels_pallas import numerics as nx
+from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.grouped_matmul import xla
+
+GROUP_TILE = 32  # rows of one tile; all rows of a tile have one expert
+
+IMPLS = {'xla': xla.Grouped, 'reference': reference.Grouped}
+
+
+class Plan(NamedTuple):
+  """Where each slot goes. R rows = tiles x GROUP_TILE, padding included.
+
+  Attributes:
+    row_of_slot_Tk: int32 [T, topk], the sorted row of each slot.
+    slot_of_row_R: int32 [R], flat slot index t·topk + j, or T·topk if padding.
+    expert_of_tile: int32 [tiles], the expert of each tile.
+  """
+
+  row_of_slot_Tk: jax.Array
+  slot_of_row_R: jax.Array
+  expert_of_tile: jax.Array
+
+
+def plan(experts_Tk, num_experts: int) -> Plan:
+  """Sorts slots by expert (stable) and pads every group to whole tiles.
+
+  Args:
+    experts_Tk: int32 [T, topk], values in 0..num_experts-1.
+    num_experts: E.
+
+  Returns:
+    The plan; its number of tiles depends on shapes only.
+  """
+  flat = experts_Tk.reshape(-1)
+  slots = flat.size
+  tiles = -(-slots // GROUP_TILE) + num_experts
+  order = jnp.argsort(flat, stable=True)
+  sizes = (flat[:, None] == jnp.arange(num_experts)).astype(jnp.int32).sum(0)
+  start = jnp.cumsum(sizes) - sizes
+  padded = -(-sizes // GROUP_TILE) * GROUP_TILE
+  end = jnp.cumsum(padded)
+  row_start = end - padded
+  sorted_expert = flat[order]
+  rank = jnp.arange(slots) - start[sorted_expert]
+  row_sorted = row_start[sorted_expert] + rank
+  rows = tiles * GROUP_TILE
+  row = jnp.zeros(slots, jnp.int32).at[order].set(row_sorted, unique_indices=True)
+  slot = jnp.full(rows, slots, jnp.int32)
+  slot = slot.at[row_sorted].set(order.astype(jnp.int32), unique_indices=True)
+  first = jnp.arange(tiles) * GROUP_TILE
+  expert = (first[:, None] >= end).astype(jnp.int32).sum(-1)
+  return Plan(
+      row.reshape(experts_Tk.shape), slot, jnp.minimum(expert, num_experts - 1)
+  )
+
+
+@jax.custom_vjp
+def dispatch(x_TD, plan_: Plan):
+  """Brings each token's row to its slots.
+
+  Args:
+    x_TD: [T, D].
+    plan_: from `plan`.
+
+  Returns:
+    [R, D], zero in padding rows.
+  """
+  topk = plan_.row_of_slot_Tk.shape[1]
+  return _rows(x_TD, plan_.slot_of_row_R // topk)
+
+
+def _rows(x, index):
+  return x.at[index].get(mode='fill', fill_value=0)
+
+
+def _dispatch_backward(plan_, g):
+  g_TkD = g[plan_.row_of_slot_Tk]
+  return sum(g_TkD[:, j] for j in range(g_TkD.shape[1])), None
+
+
+dispatch.defvjp(lambda x, p: (dispatch(x, p), p), _dispatch_backward)
+
+
+@jax.custom_vjp
+def _slots(y_RD, plan_):
+  return y_RD[plan_.row_of_slot_Tk]
+
+
+def _slots_backward(plan_, g_TkD):
+  flat = g_TkD.reshape(-1, g_TkD.shape[-1])
+  return _rows(flat, plan_.slot_of_row_R), None
+
+
+_slots.defvjp(lambda y, p: (_slots(y, p), p), _slots_backward)
+
+
+def combine(y_RD, weights_Tk, plan_: Plan, *, numerics: nx.Numerics):
+  """out_t = Σ_j w_tj · y_row(t,j), added in slot order j = 0, 1, ...
+
+  Args:
+    y_RD: [R, D], expert outputs.
+    weights_Tk: float32 [T, topk].
+    plan_: from `plan`.
+    numerics: rounding rules.
+
+  Returns:
+    float32 [T, D]; the caller rounds.
+  """
+  y_TkD = _slots(y_RD, plan_).astype(nx.F32)
+  parts = numerics.keep(y_TkD * weights_Tk[..., None])
+  total = parts[:, 0]
+  for j in range(1, parts.shape[1]):
+    total = total + parts[:, j]
+  return total
+
+
+def grouped_matmul(
+    x_RD, w_EDF, plan_: Plan, *, numerics: nx.Numerics, impl: str = 'auto'
+):
+  """y_r = x_r W_expert(r), in tiles of GROUP_TILE rows.
+
+  Args:
+    x_RD: [R, D] from `dispatch`.
+    w_EDF: [E, D, F].
+    plan_: from `plan`.
+    numerics: rounding and summation rules.
+    impl: 'auto', 'xla' or 'reference'.
+
+  Returns:
+    float32 [R, F]; the caller rounds.
+
+  Raises:
+    ValueError: on shapes that do not fit.
+  """
+  rows = plan_.slot_of_row_R.shape[0]
+  if x_RD.shape != (rows, w_EDF.shape[1]):
+    raise ValueError(
+        f'x_RD {x_RD.shape}: the plan and w_EDF {w_EDF.shape} need'
+        f' {(rows, w_EDF.shape[1])}'
+    )
+  fun = nx.choose(impl, IMPLS, 'grouped_matmul')
+  return _grouped(x_RD, w_EDF, plan_.expert_of_tile, fun, numerics)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped(x, w, expert, fun, numerics):
+  return fun.forward(x, w, expert, numerics)
+
+
+def _grouped_forward(x, w, expert, fun, numerics):
+  return fun.forward(x, w, expert, numerics), (x, w, expert)
+
+
+def _grouped_backward(fun, numerics, saved, g):
+  x, w, expert = saved
+  dx = fun.backward_rows(g, w, expert, numerics)
+  dw = fun.backward_weights(x, g, expert, w.shape[0], numerics)
+  return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)

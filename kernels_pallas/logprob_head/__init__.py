@@ -1,0 +1,1 @@
+"""Log-prob head."""

@@ -1,0 +1,138 @@
+"""Log-prob head: LM head, log-softmax, target log-prob, entropy and sampling.
+
+Sampler and learner call the same `logprobs`; [tokens, V] is never built there.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from kernels_pallas import numerics as nx
+from kernels_pallas.logprob_head import reference
+from kernels_pallas.logprob_head import xla
+
+IMPLS = {'xla': xla, 'reference': reference}
+
+
+def logprobs(
+    x_TD, w_DV, targets_T, *, temperature: float, numerics, impl='auto'
+):
+  """log p_t = z_t[y_t] - log Σ_v exp z_t[v], z = x W / temperature.
+
+  The log-softmax runs online over vocabulary tiles. Source: arXiv:1805.02867
+  alg. 3.
+
+  Args:
+    x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
+    w_DV: [D, V] head.
+    targets_T: int32 [T], in 0..V-1.
+    temperature: > 0.
+    numerics: rounding and summation rules.
+    impl: 'auto', 'xla' or 'reference'.
+
+  Returns:
+    float32 log-probs [T] and float32 entropies [T] in nats.
+
+  Raises:
+    ValueError: on a temperature that is not positive or shapes that do not fit.
+  """
+  if not temperature > 0:
+    raise ValueError(f'temperature={temperature}: must be above 0')
+  if x_TD.shape[1] != w_DV.shape[0] or x_TD.shape[:1] != targets_T.shape:
+    raise ValueError(
+        f'x_TD {x_TD.shape}, w_DV {w_DV.shape}, targets_T {targets_T.shape}:'
+        ' expected [T, D], [D, V], [T]'
+    )
+  fun = nx.choose(impl, IMPLS, 'logprobs').logprobs
+  return _logprobs(x_TD, w_DV, targets_T, float(temperature), numerics, fun)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _logprobs(x, w, targets, temperature, numerics, fun):
+  return fun(x, w, targets, temperature, numerics)
+
+
+def _forward(x, w, targets, temperature, numerics, fun):
+  out = fun(x, w, targets, temperature, numerics)
+  return out, (x, w, targets)
+
+
+def _backward(temperature, numerics, fun, saved, grads):
+  del fun
+  x, w, targets = saved
+  dx, dw = xla.backward(x, w, targets, *grads, temperature, numerics)
+  return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def sample(
+    x_TD,
+    w_DV,
+    keys_T,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    numerics,
+    impl='auto',
+):
+  """Draws y_t = argmax_v (z_t[v] + g_t[v]), g Gumbel noise from the row's key.
+
+  Source: Gumbel-max, arXiv:1611.01144 eq. 1. The recorded log-prob is that of
+  the unfiltered distribution at the same temperature, on both sides, also when
+  top-k or top-p narrow the support that is drawn from.
+
+  Args:
+    x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
+    w_DV: [D, V] head.
+    keys_T: PRNG keys [T]; a row's draw depends on its key and its logits only.
+    temperature: >= 0; 0 is greedy, its log-prob is taken at temperature 1.
+    top_k: draw from the k most likely tokens; 0 for all.
+    top_p: draw from the smallest set whose mass reaches top_p; in (0, 1].
+    numerics: rounding and summation rules.
+    impl: 'auto', 'xla' or 'reference'.
+
+  Returns:
+    tokens int32 [T] and their float32 log-probs [T].
+
+  Raises:
+    ValueError: on a temperature, top_k or top_p outside its range.
+  """
+  check_sampling(temperature, top_k, top_p)
+  fun = nx.choose(impl, IMPLS, 'sample')
+  divisor = temperature if temperature > 0 else 1.0
+  z = fun.logits(x_TD, w_DV, divisor, numerics)
+  if top_k or top_p < 1:
+    z = jnp.where(_support(z, top_k, top_p), z, -jnp.inf)
+  if temperature > 0:
+    z = z + jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))(keys_T)
+  tokens = jnp.argmax(z, -1).astype(jnp.int32)
+  logp, _ = logprobs(
+      x_TD, w_DV, tokens, temperature=divisor, numerics=numerics, impl=impl
+  )
+  return tokens, logp
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+  """Raises ValueError if a sampling option is outside its range."""
+  if not temperature >= 0:
+    raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above')
+  if top_k < 0:
+    raise ValueError(f'top_k={top_k}: must be 0 (all) or above')
+  if not 0 < top_p <= 1:
+    raise ValueError(f'top_p={top_p}: must be in (0, 1]')
+
+
+def _support(z_TV, top_k, top_p):
+  order = jnp.argsort(-z_TV, -1, stable=True)
+  rank = jnp.argsort(order, -1, stable=True)
+  keep = rank < (top_k or z_TV.shape[-1])
+  if top_p < 1:
+    p = jax.nn.softmax(jnp.take_along_axis(z_TV, order, -1), -1)
+    before = jnp.cumsum(p, -1) - p  # mass of the tokens ahead of this one
+    keep &= jnp.take_along_axis(before, rank, -1) < top_p
+  return keep | (rank == 0)

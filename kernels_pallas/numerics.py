@@ -1,0 +1,156 @@
+"""The rules that make a forward pass equal to the bit in any program.
+
+XLA may sum a row in any order and may contract `a * b + c` into one rounding;
+both choices depend on what else is fused into the kernel. So the forward uses
+
+  * `tree_sum`, a halving tree of plain additions, never an add-reduction;
+  * `keep(a * b) + c`, which forbids the contraction;
+  * matrix products on row tiles of one height (`ROW_TILE`);
+  * `cast` at every place where a value is stored in low precision;
+  * `COMPILER_OPTIONS` on every `jit` that runs the forward.
+
+`Numerics(exact=False)` is the control arm: the same code with free tiles,
+XLA's own reductions and default fusion. It exists to show that the checks can
+fail and to measure what exactness costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+ROW_TILE = 64  # height of every dense matrix product
+F32 = jnp.float32
+
+# XLA:CPU's YNN fusion picks the inner kernel by the shape of the whole product.
+CPU_OPTION = 'xla_cpu_experimental_ynn_fusion_type'
+
+
+@jax.custom_jvp
+def _keep(x):
+  return jnp.maximum(x, -3e38)
+
+
+_keep.defjvp(lambda primals, tangents: (_keep(primals[0]), tangents[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+  """How numbers are rounded and summed; static in every program.
+
+  Attributes:
+    dtype: 'float32' or 'bfloat16', the precision of activations and weights.
+    exact: False only in the control arm.
+
+  Raises:
+    ValueError: if dtype is not one of the two.
+  """
+
+  dtype: str = 'float32'
+  exact: bool = True
+
+  def __post_init__(self):
+    if self.dtype not in ('float32', 'bfloat16'):
+      raise ValueError(
+          f"dtype={self.dtype!r}: allowed are 'float32' and 'bfloat16'"
+      )
+
+  @property
+  def emulated(self) -> bool:
+    """True where bfloat16 values are held in float32 arrays (on CPU)."""
+    return self.dtype == 'bfloat16' and jax.default_backend() == 'cpu'
+
+  @property
+  def storage(self) -> Any:
+    """The array dtype of activations, weights and KV pages."""
+    if self.dtype == 'float32' or self.emulated:
+      return jnp.float32
+    return jnp.bfloat16
+
+  def cast(self, x):
+    """Rounds to `dtype`; on CPU bfloat16 stays in a float32 array."""
+    if self.dtype == 'float32':
+      return x.astype(F32)
+    if self.emulated:
+      return lax.reduce_precision(x, 8, 7)
+    return x.astype(jnp.bfloat16)
+
+  def keep(self, x):
+    """Returns x, opaque to the contraction of a*b+c; derivative 1."""
+    return _keep(x) if self.exact else x
+
+  def tree_sum(self, x):
+    """Sums the last axis by a halving tree over a zero-padded power of two.
+
+    Args:
+      x: [..., n], n fixed by the model and never by the batch.
+
+    Returns:
+      [...], the sum.
+    """
+    if not self.exact:
+      return x.sum(-1)
+    n = x.shape[-1]
+    size = 1 << (n - 1).bit_length()
+    if size != n:
+      x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - n)])
+    while size > 1:
+      size //= 2
+      x = x[..., :size] + x[..., size:]
+    return x[..., 0]
+
+  def dot(self, x, w, dims):
+    """`lax.dot_general` accumulated in float32 at the highest precision."""
+    return lax.dot_general(
+        x,
+        w,
+        dims,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=F32,
+    )
+
+
+@functools.cache
+def compiler_options(exact: bool = True) -> dict[str, Any]:
+  """Returns the compiler options that every exact program needs.
+
+  Raises:
+    RuntimeError: on CPU, if this jaxlib does not know the option that exactness
+      needs.
+  """
+  if not exact or jax.default_backend() != 'cpu':
+    return {}
+  options = {CPU_OPTION: ''}
+  try:
+    jax.jit(lambda x: x + 1, compiler_options=options)(jnp.zeros(()))
+  except Exception as error:
+    raise RuntimeError(
+        f'this jaxlib ({jax.__version__}) rejects the compiler option'
+        f' {CPU_OPTION!r}, without which log-probs are not equal to the bit;'
+        ' use jax>=0.10.2'
+    ) from error
+  return options
+
+
+def jit(fun, *, exact: bool = True, **kwargs):
+  """`jax.jit` with the options that keep the forward exact."""
+  return jax.jit(fun, compiler_options=compiler_options(exact), **kwargs)
+
+
+def choose(impl: str, table: dict[str, Any], op: str):
+  """Returns the implementation of an op; 'auto' takes 'xla'.
+
+  Raises:
+    ValueError: if `impl` is not offered for this op.
+  """
+  name = 'xla' if impl == 'auto' else impl
+  if name not in table:
+    raise ValueError(
+        f'impl={impl!r} of {op}: allowed are {["auto", *sorted(table)]}'
+    )
+  return table[name]

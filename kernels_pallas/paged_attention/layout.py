@@ -1,0 +1,107 @@
+"""Where the tokens of a stream stand: positions, page table and query tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+QUERY_TILE = 8  # positions that are computed together, aligned to multiples
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        'positions_T',
+        'sequences_T',
+        'page_table_SW',
+        'tiles',
+        'tile_place_T',
+    ],
+    meta_fields=['row_length'],
+)
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where the tokens of a stream stand; made by the engine or the learner.
+
+  Attributes:
+    positions_T: int32, position of each token in its sequence.
+    sequences_T: int32, the token's row in the page table.
+    page_table_SW: int32, the pool page that holds page w of sequence s.
+    tiles: int32 [tiles, QUERY_TILE], stream index of the token at lane
+      position % QUERY_TILE, or T where the lane is empty. None if the stream
+      itself is in tile order (the learner).
+    tile_place_T: int32, flat place of each token in `tiles`; out of range for
+      tokens in no tile (padding). None with `tiles`.
+    row_length: of the learner: the stream is rows of so many tokens, the pool
+      is the stream itself, and gradients are defined. None in the engine.
+  """
+
+  positions_T: jax.Array
+  sequences_T: jax.Array
+  page_table_SW: jax.Array
+  tiles: jax.Array | None = None
+  tile_place_T: jax.Array | None = None
+  row_length: int | None = None
+
+  def shift_pages(self, by) -> Layout:
+    """Returns the layout for the slice of a stacked pool that starts at `by`."""
+    return dataclasses.replace(self, page_table_SW=self.page_table_SW + by)
+
+
+def row_layout(positions_BT, page_size: int) -> Layout:
+  """Layout of packed rows: every sequence starts on a page boundary.
+
+  Args:
+    positions_BT: int32 [B, T], 0 at each sequence's first token and rising by
+      one; T a multiple of page_size.
+    page_size: C, a multiple of QUERY_TILE.
+
+  Returns:
+    The layout whose page pool is the stream cut into pages.
+
+  Raises:
+    ValueError: if rows are not whole pages or pages not whole tiles.
+  """
+  rows, length = positions_BT.shape
+  if length % page_size or page_size % QUERY_TILE:
+    raise ValueError(
+        f'rows of {length} tokens, pages of {page_size}: rows must be whole'
+        f' pages and pages whole tiles of {QUERY_TILE}'
+    )
+  positions_T = positions_BT.reshape(-1)
+  pages = rows * length // page_size
+  first = (jnp.arange(rows * length) - positions_T) // page_size
+  table = jnp.arange(pages)[:, None] + jnp.arange(length // page_size)
+  return Layout(
+      positions_T,
+      first.astype(jnp.int32),
+      jnp.minimum(table, pages - 1).astype(jnp.int32),
+      row_length=length,
+  )
+
+
+def to_tiles(x_T, layout: Layout, fill=0):
+  """Returns [tiles, QUERY_TILE, ...], the stream in tile order."""
+  if layout.tiles is None:
+    return x_T.reshape(-1, QUERY_TILE, *x_T.shape[1:])
+  return x_T.at[layout.tiles].get(mode='fill', fill_value=fill)
+
+
+def from_tiles(x_tR, layout: Layout):
+  """Inverse of `to_tiles`; rows in no tile are zero."""
+  flat = x_tR.reshape(-1, *x_tR.shape[2:])
+  if layout.tiles is None:
+    return flat
+  return flat.at[layout.tile_place_T].get(mode='fill', fill_value=0)
+
+
+def tile_facts(layout: Layout, page_size: int):
+  """Returns positions [tiles, QUERY_TILE] (-1 if empty), page-table rows
+  [tiles, W] and the current page [tiles] of each tile."""
+  positions = to_tiles(layout.positions_T, layout, fill=-1)
+  rows = to_tiles(layout.sequences_T, layout).max(-1)
+  current = jnp.maximum(positions.max(-1), 0) // page_size
+  return positions, layout.page_table_SW[rows], current

@@ -1,0 +1,137 @@
+"""Paged attention in plain XLA: tiles side by side, pages one after another."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from kernels_pallas import numerics as nx
+from kernels_pallas.paged_attention.layout import QUERY_TILE
+from kernels_pallas.paged_attention.layout import from_tiles
+from kernels_pallas.paged_attention.layout import tile_facts
+from kernels_pallas.paged_attention.layout import to_tiles
+
+_QUERY_BY_KEY = (((3,), (3,)), ((0, 1), (0, 1)))  # trh, tch -> trc (per head)
+_PROB_BY_VALUE = (((3,), (2,)), ((0, 1), (0, 1)))
+
+
+def _visit_list(current, num_pages, page_size, window, selected, positions):
+  """Pages each tile visits, ascending.
+
+  Returns:
+    pages int32 [tiles, K or 1, j] page numbers within the sequence, -1 or less
+    for none, and the number of columns in use.
+  """
+  if window is not None:
+    back = min((window - 2) // page_size + 1, num_pages - 1)
+    offsets = jnp.arange(-back, 1)
+    return (current[:, None] + offsets)[:, None], back + 1
+  every = jnp.arange(num_pages)
+  if selected is None:
+    pages = jnp.where(every <= current[:, None], every, -1)[:, None]
+    return pages, current.max() + 1
+  live = (positions >= 0)[:, :, None, None, None]
+  wanted = ((selected[..., None] == every) & live).any((1, 3))  # [t, K, W]
+  wanted |= (every == current[:, None])[:, None]
+  pages = jnp.sort(jnp.where(wanted, every, num_pages), -1)
+  count = wanted.astype(jnp.int32).sum(-1).max()
+  return jnp.where(pages < num_pages, pages, -1), count
+
+
+def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
+  """See `ops.paged_attention`."""
+  keep, tile = numerics.keep, QUERY_TILE
+  page_size, heads, width = kv_MCKh.shape[1:]
+  width //= 2
+  group = q_TNH.shape[1] // heads
+  positions, table, current = tile_facts(layout, page_size)
+  q = to_tiles(q_TNH, layout).reshape(-1, tile, heads, group, width)
+  q = q.transpose(0, 2, 1, 3, 4).reshape(-1, heads, tile * group, width)
+  row_pos = jnp.repeat(positions, group, 1)[:, None]  # [tiles, 1, R]
+  selected = None
+  if selected_TKj is not None:
+    selected = to_tiles(selected_TKj, layout, fill=-1)
+  pages, count = _visit_list(
+      current, table.shape[1], page_size, window, selected, positions
+  )
+  scale = width**-0.5
+
+  def page(j, carry):
+    m, l, acc = carry
+    number = pages[:, :, j]  # [tiles, K or 1]
+    block = jnp.take_along_axis(table, jnp.maximum(number, 0), 1)
+    if number.shape[1] == 1:
+      kv = kv_MCKh[block[:, 0]].transpose(0, 2, 1, 3)
+    else:
+      kv = kv_MCKh[block, :, jnp.arange(heads)]
+    k, v = kv[..., :width], kv[..., width:]
+    s = keep(numerics.dot(q, k, _QUERY_BY_KEY) * scale)
+    key_pos = number[..., None] * page_size + jnp.arange(page_size)
+    key_pos, rows = key_pos[:, :, None], row_pos[..., None]
+    seen = (key_pos <= rows) & (number >= 0)[..., None, None]
+    if window is not None:
+      seen &= key_pos > rows - window
+    if selected is not None:
+      picked = (selected == number[:, None, :, None]).any(-1)  # [t, tile, K]
+      picked |= (number == current[:, None])[:, None]
+      seen &= jnp.repeat(picked.transpose(0, 2, 1), group, 2)[..., None]
+    s = jnp.where(seen, s, -jnp.inf)
+    m_new = jnp.maximum(m, s.max(-1))
+    a = keep(jnp.exp(m - m_new))
+    p = keep(jnp.exp(s - m_new[..., None]))
+    l = keep(l * a) + numerics.tree_sum(p)
+    pv = keep(numerics.dot(numerics.cast(p), v, _PROB_BY_VALUE))
+    return m_new, l, keep(acc * a[..., None]) + pv
+
+  shape = q.shape[:3]
+  carry = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros(q.shape, nx.F32))
+  _, l, acc = lax.fori_loop(0, count, page, carry)
+  out = numerics.cast(keep(acc * (1 / jnp.maximum(l, 1e-30))[..., None]))
+  out = out.reshape(-1, heads, tile, group, width).transpose(0, 2, 1, 3, 4)
+  return from_tiles(out.reshape(-1, tile, heads * group, width), layout)
+
+
+def attend_dense_rows(q_TNH, kv_MCKh, layout, selected, window, numerics):
+  """The same function on packed rows with free tiles, for its derivative.
+
+  Rows are cut into blocks of queries; a block reads the keys from the window's
+  start, or all keys of its row, to its own end.
+  """
+  length = layout.row_length
+  page_size, heads, width = kv_MCKh.shape[1:]
+  width //= 2
+  rows, group = q_TNH.shape[0] // length, q_TNH.shape[1] // heads
+  q = q_TNH.reshape(rows, length, heads, group, width).astype(nx.F32)
+  kv = kv_MCKh.reshape(rows, length, heads, 2 * width).astype(nx.F32)
+  position = layout.positions_T.reshape(rows, length)
+  start = jnp.arange(length) - position  # the sequence's first place in its row
+  block = length if window is None else min(length, max(page_size, 64))
+  if length % block:
+    block = page_size
+  parts = []
+  for end in range(block, length + 1, block):
+    lo = 0 if window is None else max(0, end - block - window + 1)
+    rest = slice(lo, end)
+    mine = slice(end - block, end)
+    place, key_place = jnp.arange(length)[mine], jnp.arange(length)[rest]
+    seen = key_place <= place[:, None]
+    seen = seen & (start[:, mine, None] == start[:, None, rest])
+    seen = seen[:, :, None]  # [rows, block, K or 1, keys]
+    if window is not None:
+      seen &= (key_place > place[:, None] - window)[:, None]
+    if selected is not None:
+      number = position[:, None, rest] // page_size
+      chosen = selected.reshape(rows, length, heads, -1)[:, mine]
+      own = number == position[:, mine, None] // page_size
+      picked = jnp.zeros((rows, block, heads, end - lo), bool)
+      for j in range(chosen.shape[-1]):
+        picked |= chosen[..., j, None] == number[:, :, None]
+      seen = seen & (picked | own[:, :, None])
+    k, v = kv[:, rest, :, :width], kv[:, rest, :, width:]
+    s = jnp.einsum('btkgh,bskh->bkgts', q[:, mine], k, precision='highest')
+    s = s * width**-0.5
+    s = jnp.where(seen.transpose(0, 2, 1, 3)[:, :, None], s, -jnp.inf)
+    p = jax.nn.softmax(s, -1)
+    out = jnp.einsum('bkgts,bskh->btkgh', p, v, precision='highest')
+    parts.append(out)
+  return jnp.concatenate(parts, 1).reshape(q_TNH.shape).astype(q_TNH.dtype)
