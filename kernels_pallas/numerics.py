@@ -21,8 +21,8 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
 ROW_TILE = 64  # height of every dense matrix product
 F32 = jnp.float32

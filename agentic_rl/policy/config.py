@@ -75,7 +75,14 @@ class PolicyConfig:
       object.__setattr__(self, 'head_width', self.width // self.heads)
     _need(self.head_width % 2 == 0, self, 'head_width', 'an even number')
     _need(self.heads % self.kv_heads == 0, self, 'heads', 'kv_heads x integer')
-    for name in ('vocab', 'width', 'layers', 'kv_heads', 'window', 'topk_pages'):
+    for name in (
+        'vocab',
+        'width',
+        'layers',
+        'kv_heads',
+        'window',
+        'topk_pages',
+    ):
       _need(getattr(self, name) >= 1, self, name, 'at least 1')
     _need(self.page % 8 == 0 and self.page > 0, self, 'page', 'a multiple of 8')
     _need(

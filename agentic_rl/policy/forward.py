@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from agentic_rl.policy.config import PolicyConfig
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
+
+from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas.block_selection import ops as selection
 from kernels_pallas.grouped_matmul import ops as grouped
 from kernels_pallas.matmul import ops as dense

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentic_rl.policy.config import PolicyConfig
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from agentic_rl.policy.config import PolicyConfig
 
 
 class Balance(nnx.Variable):
@@ -37,7 +38,9 @@ class Layer(nnx.Module):
     rngs: source of the initial values.
   """
 
-  def __init__(self, cfg: PolicyConfig, stack: tuple[int, ...], moe: bool, rngs):
+  def __init__(
+      self, cfg: PolicyConfig, stack: tuple[int, ...], moe: bool, rngs
+  ):
     d, h = cfg.width, cfg.head_width
     lead = ('layers',) * len(stack)
 
@@ -83,10 +86,12 @@ class Policy(nnx.Module):
     self.first = nnx.List(
         [Layer(cfg, (), False, rngs) for _ in range(cfg.dense_layers)]
     )
-    self.pattern = nnx.List([
-        Layer(cfg, (cfg.groups,), bool(cfg.experts), rngs)
-        for _ in (cfg.pattern if cfg.groups else '')
-    ])
+    self.pattern = nnx.List(
+        [
+            Layer(cfg, (cfg.groups,), bool(cfg.experts), rngs)
+            for _ in (cfg.pattern if cfg.groups else '')
+        ]
+    )
     self.final_norm = _ones(cfg, (cfg.width,), ('embed',))
     if not cfg.tied:
       self.head = _normal(

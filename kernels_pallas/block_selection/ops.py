@@ -53,7 +53,12 @@ def select_pages(
   """
   if topk < 1:
     raise ValueError(f'topk={topk}: at least 1 is needed')
-  if q_TNH.shape[1] % means_MKH.shape[1] or q_TNH.shape[2] != means_MKH.shape[2]:
-    raise ValueError(f'q_TNH {q_TNH.shape} does not fit means {means_MKH.shape}')
+  if (
+      q_TNH.shape[1] % means_MKH.shape[1]
+      or q_TNH.shape[2] != means_MKH.shape[2]
+  ):
+    raise ValueError(
+        f'q_TNH {q_TNH.shape} does not fit means {means_MKH.shape}'
+    )
   fun = nx.choose(impl, IMPLS, 'select_pages').select_pages
   return fun(q_TNH, means_MKH, layout, page_size, topk, numerics)

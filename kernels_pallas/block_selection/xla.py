@@ -1,7 +1,8 @@
 """Block selection in plain XLA, on the query tiles of paged attention."""
 
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import layout as tiles_lib
 
@@ -21,7 +22,9 @@ def select_pages(q_TNH, means_MKH, layout, page_size, topk, numerics):
   group = q_TNH.shape[1] // heads
   positions, table, _ = tiles_lib.tile_facts(layout, page_size)
   q = tiles_lib.to_tiles(lax.stop_gradient(q_TNH), layout)
-  q = q.reshape(-1, tiles_lib.QUERY_TILE, heads, group, width).transpose(0, 2, 1, 3, 4)
+  q = q.reshape(-1, tiles_lib.QUERY_TILE, heads, group, width).transpose(
+      0, 2, 1, 3, 4
+  )
   q = q.reshape(-1, heads, tiles_lib.QUERY_TILE * group, width)
   means = lax.stop_gradient(means_MKH)[table].transpose(0, 2, 1, 3)
   s = numerics.keep(numerics.dot(q, means.astype(q.dtype), _QUERY_BY_MEAN))

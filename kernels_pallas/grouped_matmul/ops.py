@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.grouped_matmul import xla
@@ -60,7 +61,9 @@ def plan(experts_Tk, num_experts: int) -> Plan:
   rank = jnp.arange(slots) - start[sorted_expert]
   row_sorted = row_start[sorted_expert] + rank
   rows = tiles * GROUP_TILE
-  row = jnp.zeros(slots, jnp.int32).at[order].set(row_sorted, unique_indices=True)
+  row = (
+      jnp.zeros(slots, jnp.int32).at[order].set(row_sorted, unique_indices=True)
+  )
   slot = jnp.full(rows, slots, jnp.int32)
   slot = slot.at[row_sorted].set(order.astype(jnp.int32), unique_indices=True)
   first = jnp.arange(tiles) * GROUP_TILE

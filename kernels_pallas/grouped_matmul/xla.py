@@ -1,7 +1,8 @@
 """Grouped matrix product as a loop over row tiles."""
 
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
+
 from kernels_pallas import numerics as nx
 
 

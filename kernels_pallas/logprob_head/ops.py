@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import reference
 from kernels_pallas.logprob_head import xla
@@ -109,7 +110,9 @@ def sample(
   if top_k or top_p < 1:
     z = jnp.where(_support(z, top_k, top_p), z, -jnp.inf)
   if temperature > 0:
-    z = z + jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))(keys_T)
+    z = z + jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))(
+        keys_T
+    )
   tokens = jnp.argmax(z, -1).astype(jnp.int32)
   logp, _ = logprobs(
       x_TD, w_DV, tokens, temperature=divisor, numerics=numerics, impl=impl

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
+
 from kernels_pallas import numerics as nx
 
 VOCAB_TILE = 512

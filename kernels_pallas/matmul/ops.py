@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.matmul import reference
 from kernels_pallas.matmul import xla

@@ -1,6 +1,7 @@
 """Dense matrix product as a loop over row tiles of one height."""
 
 from jax import lax
+
 from kernels_pallas import numerics as nx
 
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))

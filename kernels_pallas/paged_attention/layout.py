@@ -100,7 +100,8 @@ def from_tiles(x_tR, layout: Layout):
 
 def tile_facts(layout: Layout, page_size: int):
   """Returns positions [tiles, QUERY_TILE] (-1 if empty), page-table rows
-  [tiles, W] and the current page [tiles] of each tile."""
+  [tiles, W] and the current page [tiles] of each tile.
+  """
   positions = to_tiles(layout.positions_T, layout, fill=-1)
   rows = to_tiles(layout.sequences_T, layout).max(-1)
   current = jnp.maximum(positions.max(-1), 0) // page_size

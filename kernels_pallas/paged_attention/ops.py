@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 
 import jax
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import reference
 from kernels_pallas.paged_attention import xla
-from kernels_pallas.paged_attention.layout import Layout
 from kernels_pallas.paged_attention.layout import QUERY_TILE
+from kernels_pallas.paged_attention.layout import Layout
 
 IMPLS = {'xla': xla.attend, 'reference': reference.attend}
 

@@ -26,6 +26,8 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
   s = jnp.einsum('tkgh,tskh->tkgs', q, kv[..., :width], precision='highest')
   s = jnp.where(seen[:, :, None], s * width**-0.5, -jnp.inf)
   p = jnp.where(seen.any(-1)[..., None, None], jax.nn.softmax(s, -1), 0.0)
-  v = jnp.where(seen[:, :, None].any((1, 2))[..., None, None], kv[..., width:], 0)
+  v = jnp.where(
+      seen[:, :, None].any((1, 2))[..., None, None], kv[..., width:], 0
+  )
   out = jnp.einsum('tkgs,tskh->tkgh', p, v, precision='highest')
   return numerics.cast(out.reshape(q_TNH.shape))

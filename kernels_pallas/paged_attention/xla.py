@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention.layout import QUERY_TILE
 from kernels_pallas.paged_attention.layout import from_tiles

@@ -61,9 +61,7 @@ def rope(x_TNH, positions_T, *, numerics, theta: float = 1e4, impl='auto'):
   return fun(x_TNH, positions_T, theta, numerics)
 
 
-def router(
-    logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'
-):
+def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
   """Chooses the experts of each token and their weights, in slot order.
 
   softmax: experts = topk(l + b), w = softmax(l over the chosen).

@@ -1,8 +1,9 @@
 """Row operations under the rules of `kernels_pallas.numerics`."""
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
+
 from kernels_pallas import numerics as nx
 
 
