@@ -5,7 +5,7 @@ from agentic_rl.envs.protocol import Environment
 from agentic_rl.envs.protocol import EnvironmentFailure
 from agentic_rl.envs.swe import SweEnvironment
 
-ENVIRONMENTS = {
+ENVIRONMENTS: dict[str, type] = {
     'swe': SweEnvironment,
     'forkme': GuessEnvironment,
 }

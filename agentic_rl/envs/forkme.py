@@ -49,6 +49,7 @@ class GuessEnvironment:
   async def reset(
       self, seed: int, task: types.Task
   ) -> tuple[str, dict[str, Any]]:
+    """Draws the number; the observation is the prompt."""
     low, high = task.payload['low'], task.payload['high']
     self._episode = dict(
         number=random.Random(seed).randint(low, high),
@@ -61,6 +62,7 @@ class GuessEnvironment:
     return task.prompt, {'state': self._state()}
 
   async def step(self, action_text: str) -> protocol.Transition:
+    """Takes one action: (obs, reward, terminated, truncated, info)."""
     start = time.perf_counter()
     episode = self._running()
     guess = _parse(action_text)
@@ -89,17 +91,21 @@ class GuessEnvironment:
     return obs, reward, terminated, truncated, info
 
   async def end(self, status: types.Status) -> dict[str, Any]:
+    """Ends an episode that was cut; returns the final info."""
     self._running()
     info = self._finish(types.Status(status), 0.0)
     return info | {'state': self._state(), 'env_s': 0.0}
 
   def snapshot(self) -> dict[str, Any]:
+    """Returns the episode as JSON values."""
     return dict(self._episode)
 
   async def restore(self, state: Mapping[str, Any]) -> None:
+    """Continues the episode of a snapshot."""
     self._episode = dict(state)
 
   async def close(self) -> None:
+    """Frees the episode."""
     self._episode = {}
 
   def _running(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class EnvPool:
     self._homes: dict[str, int] = {}
     self._results: collections.deque[EnvResult] = collections.deque()
     self._next = 0
-    self._counts = dict.fromkeys(
+    self._counts: dict[str, float] = dict.fromkeys(
         ('requests', 'results', 'failures', 'late', 'restarts', 'rebuilds'), 0
     ) | {'env_s': 0.0}
     self._retired: collections.Counter[str] = collections.Counter()
@@ -218,12 +218,13 @@ class EnvPool:
 
   def stats(self) -> dict[str, float]:
     """Returns counts since the start, those of the workers included."""
-    total = collections.Counter(self._counts)
+    total: collections.Counter[str] = collections.Counter()
+    total.update(self._counts)
     total.update(self._retired)
     for worker in self._workers:
       total.update(worker.counts)
-    open_ = dict(envs=len(self._envs), in_flight=len(self._requests))
-    return dict(total) | open_
+    total.update(envs=len(self._envs), in_flight=len(self._requests))
+    return {name: float(value) for name, value in total.items()}
 
   def close(self) -> None:
     """Ends the workers and removes their files. May be called twice."""

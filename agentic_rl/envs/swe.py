@@ -171,6 +171,7 @@ class SweEnvironment:
     return self._runner.counts
 
   async def check(self) -> None:
+    """Raises `EnvironmentFailure` if no sandbox works here."""
     await self._runner.check()
 
   async def reset(
@@ -182,6 +183,7 @@ class SweEnvironment:
     return task.prompt, {'state': self._episode.key()}
 
   async def step(self, action_text: str) -> protocol.Transition:
+    """Takes one action: (obs, reward, terminated, truncated, info)."""
     episode = self._running()
     start = time.perf_counter()
     call = grammar.parse(action_text)
@@ -205,6 +207,7 @@ class SweEnvironment:
     return obs, reward, terminated, truncated, info
 
   async def end(self, status: types.Status) -> dict[str, Any]:
+    """Ends an episode that was cut; returns the final info."""
     episode = self._running()
     start = time.perf_counter()
     info = await self._finish(types.Status(status))
@@ -213,17 +216,20 @@ class SweEnvironment:
     return info
 
   def snapshot(self) -> dict[str, Any]:
+    """Returns the episode as JSON values."""
     if self._episode is None:
       raise RuntimeError('no episode: call reset first')
     return dataclasses.asdict(self._episode)
 
   async def restore(self, state: Mapping[str, Any]) -> None:
+    """Continues the episode of a snapshot."""
     episode = _Episode(**state)
     # Copies, so that a snapshot can be restored again.
     episode.edits, episode.viewed = dict(episode.edits), list(episode.viewed)
     self._episode = episode
 
   async def close(self) -> None:
+    """Frees the episode."""
     self._episode = None
 
   def _running(self) -> _Episode:
@@ -249,7 +255,8 @@ class SweEnvironment:
     if call.name == 'view':
       return _view(episode, str(call.args[0]))
     if call.name == 'edit':
-      return self._edit(episode, *call.args)
+      file, line, new = call.args
+      return self._edit(episode, str(file), int(line), str(new))
     return ''  # submit
 
   def _edit(self, episode: _Episode, name: str, number: int, new: str) -> str:

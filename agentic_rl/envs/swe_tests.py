@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import json
 import math
 import pathlib
@@ -29,6 +30,7 @@ _FRAME = re.compile(r'^ *File "(?:/repo/)?([^"/]+)", line (\d+)', re.M)
 _ERROR = re.compile(r'^([A-Za-z_][\w.]*)(?::|$)')
 _ADDRESS = re.compile(r'0x[0-9a-fA-F]{4,}')
 _MAX_RESULT_CHARS = 160
+_RETRY_S = (0.05, 0.5)
 
 Files = Mapping[str, str]
 
@@ -51,7 +53,7 @@ class TestRunner:
 
   def __init__(
       self,
-      backend: Callable[..., sandbox.Sandbox],
+      backend: type[sandbox.Sandbox],
       *,
       trusted: bool,
       bounds: sandbox.Bounds,
@@ -71,7 +73,12 @@ class TestRunner:
     self._parent = parent
     self._cache: collections.OrderedDict[str, Any] = collections.OrderedDict()
     self._pending: dict[str, asyncio.Task] = {}
-    self.counts = {'sandbox_runs': 0, 'cache_hits': 0, 'sandbox_s': 0.0}
+    self.counts = {
+        'sandbox_retries': 0,
+        'sandbox_runs': 0,
+        'cache_hits': 0,
+        'sandbox_s': 0.0,
+    }
 
   async def check(self) -> None:
     """Raises `EnvironmentFailure` if sandboxes do not work here."""
@@ -83,9 +90,8 @@ class TestRunner:
       if not name.endswith('.py'):
         continue
       key = types.content_hash(['test', dict(files), dict(tests), name])
-      line = await self._cached(
-          key, lambda n=name: self._script(files, tests, n)
-      )
+      run = functools.partial(self._script, files, tests, name)
+      line = await self._cached(key, run)
       if line != 'PASS':
         return line
     return 'PASS'
@@ -127,13 +133,30 @@ class TestRunner:
     while len(self._cache) > self._cache_size:
       self._cache.popitem(last=False)
 
+  def _make(self) -> sandbox.Sandbox:
+    make: Callable[..., sandbox.Sandbox] = self._backend
+    return make(self._bounds, trusted=self._trusted, parent=self._parent)
+
   async def _run(
       self, files: Files, arguments: Sequence[str], stdin: bytes = b''
   ) -> sandbox.ExecResult:
+    """Runs Python in a new sandbox.
+
+    A failure means that nothing of the code ran, so trying again is safe.
+    """
+    for wait_s in _RETRY_S:
+      try:
+        return await self._run_once(files, arguments, stdin)
+      except protocol.EnvironmentFailure:
+        self.counts['sandbox_retries'] += 1
+        await asyncio.sleep(wait_s)
+    return await self._run_once(files, arguments, stdin)
+
+  async def _run_once(
+      self, files: Files, arguments: Sequence[str], stdin: bytes
+  ) -> sandbox.ExecResult:
     async with self._running:
-      box = self._backend(
-          self._bounds, trusted=self._trusted, parent=self._parent
-      )
+      box = self._make()
       try:
         await box.start()
         for name, text in files.items():

@@ -16,7 +16,7 @@ def pack(message: Any) -> bytes:
   return _LENGTH.pack(len(data)) + data
 
 
-def length(header: bytes) -> int:
+def length(header: bytes | bytearray) -> int:
   """Returns the number of bytes that follow a header."""
   return _LENGTH.unpack(header)[0]
 

@@ -157,11 +157,13 @@ async def _serve(fd: int) -> None:
   )
   for task in done:
     # The end of the stream is the normal way to end.
-    if not isinstance(task.exception(), (EOFError, OSError, type(None))):
-      raise task.exception()
+    error = task.exception()
+    if error is not None and not isinstance(error, (EOFError, OSError)):
+      raise error
 
 
 def main() -> None:
+  """Runs a worker until its pool is gone."""
   fd, folder = int(sys.argv[1]), sys.argv[2]
   tempfile.tempdir = folder
   try:

@@ -22,7 +22,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from typing import Mapping, Sequence
+from typing import Callable, ClassVar, Mapping, Sequence
 
 from agentic_rl.envs import protocol as envs_protocol
 from agentic_rl.envs.sandbox import cgroup
@@ -106,7 +106,7 @@ def _system_arguments() -> tuple[str, ...]:
   return tuple(args)
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(workspace.HasWorkspace):
   """A workspace whose commands run in bubblewrap.
 
   Args:
@@ -117,11 +117,16 @@ class BubblewrapSandbox:
     parent: directory in which the workspace is made.
   """
 
-  python = (os.path.realpath(sys.executable), '-s', '-S', '-B')
+  python: ClassVar[tuple[str, ...]] = (
+      os.path.realpath(sys.executable),
+      '-s',
+      '-S',
+      '-B',
+  )
 
   def __init__(
       self,
-      bounds: protocol.Bounds = protocol.Bounds(),
+      bounds: protocol.Bounds = protocol.DEFAULT_BOUNDS,
       *,
       trusted: bool = False,
       writable: bool = False,
@@ -132,14 +137,16 @@ class BubblewrapSandbox:
     self._writable = writable
     self._parent = parent
     self._way: _Way | None = None
-    self._workspace: workspace.Workspace | None = None
 
   @classmethod
-  async def check(cls, bounds: protocol.Bounds = protocol.Bounds()) -> None:
+  async def check(
+      cls, bounds: protocol.Bounds = protocol.DEFAULT_BOUNDS
+  ) -> None:
     """Raises `EnvironmentFailure`, with the remedy, if commands can't run."""
     await _find_way(bounds)
 
   async def start(self) -> None:
+    """Makes the workspace."""
     self._way = await _find_way(self._bounds)
     owner = self._way.uid if self._writable else None
     self._workspace = workspace.Workspace(self._parent, owner)
@@ -153,38 +160,32 @@ class BubblewrapSandbox:
       max_output_bytes: int = 65536,
       stdin: bytes = b'',
   ) -> protocol.ExecResult:
-    assert self._workspace is not None, 'start() was not called'
+    """Runs a command in fresh namespaces."""
     folder = '/repo'
     if cwd != '.':
       folder = '/'.join([folder, *workspace.parts_of(cwd)])
-    overflow = None
+    overflow: Callable[[], bool] | None = None
     if self._writable:
       limit = self._bounds.workspace_bytes
-      overflow = lambda: self._workspace.size_bytes() > limit
+
+      def overflow() -> bool:
+        return self.workspace.size_bytes() > limit
+
+    if self._way is None:
+      raise RuntimeError('the sandbox is not started')
     return await _exec(
         self._way,
         self._bounds,
         argv,
-        workdir=self._workspace.root,
+        workdir=self.workspace.root,
         writable=self._writable,
         folder=folder,
-        variables=env or {},
+        variables=env,
         timeout_s=timeout_s,
         max_output_bytes=max_output_bytes,
         stdin=stdin,
         overflow=overflow,
     )
-
-  async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-    return self._workspace.read(path, max_bytes)
-
-  async def write_file(self, path: str, data: bytes) -> None:
-    self._workspace.write(path, data)
-
-  async def close(self) -> None:
-    if self._workspace is not None:
-      self._workspace.close()
-      self._workspace = None
 
 
 async def _exec(
@@ -195,28 +196,33 @@ async def _exec(
     workdir: str | None,
     writable: bool = False,
     folder: str = '/',
-    variables: Mapping[str, str] = {},
+    variables: Mapping[str, str] | None = None,
     timeout_s: float = 10.0,
     max_output_bytes: int = 4096,
     stdin: bytes = b'',
-    overflow=None,
+    overflow: Callable[[], bool] | None = None,
 ) -> protocol.ExecResult:
   """Runs `argv` in fresh namespaces."""
   command = [find_bwrap(), '--unshare-user', '--unshare-all', '--clearenv']
   command += ['--die-with-parent', '--new-session', '--disable-userns']
+  # The command is the first process: bubblewrap ends only after it was reaped
+  # and with it the namespace; nothing is left for a system's init to reap.
+  command += ['--as-pid-1']
   command += ['--cap-drop', 'ALL', '--uid', '1000', '--gid', '1000']
   command += ['--hostname', 'sandbox', *_system_arguments()]
   command += ['--proc', '/proc', '--dev', '/dev']
   command += ['--size', str(bounds.tmp_bytes), '--tmpfs', '/tmp']
   if workdir is not None:
     command += ['--bind' if writable else '--ro-bind', workdir, '/repo']
-  # Without these the root and /dev are file systems without a size limit.
+  # Without these the root and /dev are file systems without a size limit, and
+  # code of the system's root user could write kernel settings in /proc/sys.
+  command += ['--remount-ro', '/proc']
   command += ['--remount-ro', '/dev', '--remount-ro', '/', '--chdir', folder]
   environment = {
       'PATH': '/usr/bin:/bin',
       'HOME': '/tmp',
       'PYTHONHASHSEED': '0',
-      **variables,
+      **(variables or {}),
   }
   for name, value in environment.items():
     command += ['--setenv', name, value]
@@ -238,6 +244,7 @@ async def _exec(
         timeout_s=timeout_s,
         max_output_bytes=max_output_bytes,
         uid=way.uid,
+        namespaced=True,
         overflow=overflow,
         pass_fds=() if filter_fd is None else (filter_fd,),
     )

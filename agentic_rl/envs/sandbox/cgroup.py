@@ -59,6 +59,7 @@ class PidsGroups:
     self._made, self._free = [], []
 
   def _make(self) -> str:
+    assert self._parent is not None, 'see available'
     name = f'{_PREFIX}{os.getpid()}_{next(_counter)}'
     path = os.path.join(self._parent, name)
     os.makedirs(path, exist_ok=True)

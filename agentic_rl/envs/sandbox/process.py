@@ -8,16 +8,18 @@ are watched by the loop, and every wait has an end.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import time
-from typing import Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from agentic_rl.envs import protocol
 from agentic_rl.envs.sandbox import protocol as sandbox_protocol
 
 _CHUNK_BYTES = 65536
+_GRACE_S = 1.0
 _REAP_S = 5.0
 # What a command leaves running may hold its pipes this much longer.
 _LINGER_S = 0.1
@@ -31,8 +33,11 @@ _LIMITS = (
     ' && ulimit -n {files} || exit 126; '
     '(ulimit -u {nproc}) 2>/dev/null && ulimit -u {nproc}'
     ' || ulimit -p {nproc}; '
-    'exec "$@"'
+    'echo started >&2; exec "$@"'
 )
+# The first line on stderr. Nothing of the command ran before it: so without it
+# the fault is ours, and with it, whatever follows is the command's doing.
+_STARTED = b'started\n'
 
 
 def with_limits(
@@ -66,25 +71,42 @@ class _Run:
     for name in self.output:
       fd = getattr(process, name).fileno()
       os.set_blocking(fd, False)
-      self._watch(fd, lambda fd=fd, name=name: self._on_readable(fd, name))
+      self._watch(fd, functools.partial(self._on_readable, fd, name))
 
   @property
   def finished(self) -> bool:
+    """True when it has ended and its pipes are read to the end."""
     return not self._watched
 
   def kill(self) -> None:
+    """Kills the process and its group."""
+    if self.process.returncode is not None:
+      return  # Reaped: its number may belong to another process by now.
     try:
       os.killpg(self.process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
       pass
     self.process.kill()
 
+  def kill_children(self) -> bool:
+    """Kills what the process started, so that it ends by itself."""
+    pid = self.process.pid
+    try:
+      with open(f'/proc/{pid}/task/{pid}/children', encoding='ascii') as f:
+        children = [int(word) for word in f.read().split()]
+      for child in children:
+        os.kill(child, signal.SIGKILL)
+    except OSError:
+      return False  # Gone just now, or a kernel without that file.
+    return bool(children)
+
   def close(self) -> None:
+    """Stops watching."""
     for fd in list(self._watched):
       self._unwatch(fd)
     os.close(self._pidfd)
-    self.process.stdout.close()
-    self.process.stderr.close()
+    for name in self.output:
+      getattr(self.process, name).close()
 
   def _watch(self, fd: int, call: Callable[[], None]) -> None:
     self._watched[fd] = call
@@ -128,10 +150,11 @@ async def run(
     max_output_bytes: int,
     uid: int | None = None,
     pass_fds: Sequence[int] = (),
+    namespaced: bool = False,
     reap: Callable[[], None] | None = None,
     overflow: Callable[[], bool] | None = None,
 ) -> sandbox_protocol.ExecResult:
-  """Runs a command until it ends, its deadline, or too much output.
+  """Runs a command made by `with_limits`, within bounds of time and output.
 
   Args:
     argv: the command.
@@ -142,6 +165,9 @@ async def run(
     max_output_bytes: of each stream; a process that writes more is killed.
     uid: user and group to run as, only for root.
     pass_fds: descriptors that it inherits.
+    namespaced: the process is the parent of the first process of a namespace.
+      That one is killed instead, since its parent can only reap it, and end,
+      when all of the namespace is gone.
     reap: called after the end, to kill what is left.
     overflow: polled; True kills the process as if it wrote too much.
 
@@ -153,7 +179,9 @@ async def run(
   try:
     os.write(source, stdin)
     os.lseek(source, 0, os.SEEK_SET)
-    drop = {} if uid is None else dict(user=uid, group=uid, extra_groups=())
+    drop: dict[str, Any] = {}
+    if uid is not None:
+      drop = dict(user=uid, group=uid, extra_groups=())
     process = subprocess.Popen(
         argv,
         cwd=cwd,
@@ -193,16 +221,15 @@ async def run(
       except TimeoutError:
         overflowed = overflow is not None and overflow()
     timed_out = run_.ended_s is None and time.perf_counter() >= deadline
-    run_.kill()
+    if not (namespaced and run_.kill_children()):
+      run_.kill()
     if reap is not None:
       reap()
-    try:
-      # Never drains a flood: a dead process needs no reader to end.
-      await asyncio.wait_for(_exited(run_), _REAP_S)
-    except TimeoutError as error:
-      raise protocol.EnvironmentFailure(
-          'a killed command did not end'
-      ) from error
+    # Never drains a flood: a dead process needs no reader to end.
+    if not await _exited(run_, _GRACE_S):
+      run_.kill()
+      if not await _exited(run_, _REAP_S):
+        raise protocol.EnvironmentFailure('a killed command did not end')
   finally:
     run_.kill()
     run_.close()
@@ -211,16 +238,26 @@ async def run(
       process.wait(0.5)
     except subprocess.TimeoutExpired:
       pass
+  stderr = bytes(run_.output['stderr'])
+  if not stderr.startswith(_STARTED):
+    text = stderr.decode(errors='replace').strip()
+    raise protocol.EnvironmentFailure(
+        f'a command did not start: {text or process.returncode}'
+    )
   return sandbox_protocol.ExecResult(
       exit_code=process.returncode,
       stdout=bytes(run_.output['stdout']),
-      stderr=bytes(run_.output['stderr']),
+      stderr=stderr[len(_STARTED) :],
       timed_out=timed_out,
       truncated=run_.truncated or overflowed,
       wall_s=time.perf_counter() - start,
   )
 
 
-async def _exited(run_: _Run) -> None:
+async def _exited(run_: _Run, timeout_s: float) -> bool:
+  end = time.perf_counter() + timeout_s
   while run_.process.poll() is None:
+    if time.perf_counter() > end:
+      return False
     await asyncio.sleep(0.001)
+  return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Mapping, Protocol, Sequence
+from typing import ClassVar, Mapping, Protocol, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Bounds:
         raise ValueError(f'{field.name} must be a positive int, got {value!r}')
 
 
+DEFAULT_BOUNDS = Bounds()
+
+
 @dataclasses.dataclass(frozen=True)
 class ExecResult:
   """How a command ended.
@@ -57,7 +60,18 @@ class ExecResult:
 
 
 class Sandbox(Protocol):
-  """A workspace directory, seen by its commands as /repo."""
+  """A workspace directory; bubblewrap shows it to its commands as /repo.
+
+  Attributes:
+    python: command that starts a bare interpreter: no site packages, no
+      bytecode written.
+  """
+
+  python: ClassVar[tuple[str, ...]]
+
+  @classmethod
+  async def check(cls, bounds: Bounds = DEFAULT_BOUNDS) -> None:
+    """Raises `EnvironmentFailure`, with the remedy, if commands can't run."""
 
   async def start(self) -> None:
     """Makes the workspace. Raises `EnvironmentFailure` if it can not run."""

@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import sys
-from typing import Mapping, Sequence
+from typing import ClassVar, Mapping, Sequence
 
 from agentic_rl.envs.sandbox import process
 from agentic_rl.envs.sandbox import protocol
@@ -19,12 +19,12 @@ from agentic_rl.envs.sandbox import workspace
 _MARK = 'AGENTIC_RL_SANDBOX'
 
 
-class SubprocessSandbox:
+class SubprocessSandbox(workspace.HasWorkspace):
   """The sandbox protocol without a sandbox."""
 
   def __init__(
       self,
-      bounds: protocol.Bounds = protocol.Bounds(),
+      bounds: protocol.Bounds = protocol.DEFAULT_BOUNDS,
       *,
       trusted: bool = False,
       writable: bool = False,
@@ -39,16 +39,23 @@ class SubprocessSandbox:
     self._bounds = bounds
     self._parent = parent
     self._mark = secrets.token_hex(8)
-    self._workspace: workspace.Workspace | None = None
 
-  python = (os.path.realpath(sys.executable), '-s', '-S', '-B')
+  python: ClassVar[tuple[str, ...]] = (
+      os.path.realpath(sys.executable),
+      '-s',
+      '-S',
+      '-B',
+  )
 
   @classmethod
-  async def check(cls, bounds: protocol.Bounds = protocol.Bounds()) -> None:
+  async def check(
+      cls, bounds: protocol.Bounds = protocol.DEFAULT_BOUNDS
+  ) -> None:
     """Does nothing: a process can always be started."""
     del bounds
 
   async def start(self) -> None:
+    """Makes the workspace."""
     self._workspace = workspace.Workspace(self._parent)
 
   async def exec(
@@ -60,8 +67,8 @@ class SubprocessSandbox:
       max_output_bytes: int = 65536,
       stdin: bytes = b'',
   ) -> protocol.ExecResult:
-    assert self._workspace is not None, 'start() was not called'
-    root = self._workspace.root
+    """Runs a command as an ordinary process."""
+    root = self.workspace.root
     if cwd != '.':
       root = os.path.join(root, *workspace.parts_of(cwd))
     variables = {
@@ -80,17 +87,6 @@ class SubprocessSandbox:
         max_output_bytes=max_output_bytes,
         reap=self._reap,
     )
-
-  async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-    return self._workspace.read(path, max_bytes)
-
-  async def write_file(self, path: str, data: bytes) -> None:
-    self._workspace.write(path, data)
-
-  async def close(self) -> None:
-    if self._workspace is not None:
-      self._workspace.close()
-      self._workspace = None
 
   def _reap(self) -> None:
     """Kills children that left the process group, known by their variables."""

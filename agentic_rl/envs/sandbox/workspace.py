@@ -49,10 +49,11 @@ class Workspace:
       raise WorkspaceError('no such file') from error
     finally:
       os.close(folder)
+    info = os.fstat(file)
+    if not stat.S_ISREG(info.st_mode):
+      os.close(file)
+      raise WorkspaceError('not a regular file')
     with open(file, 'rb') as f:
-      info = os.fstat(file)
-      if not stat.S_ISREG(info.st_mode):
-        raise WorkspaceError('not a regular file')
       if info.st_size > max_bytes:
         raise WorkspaceError('file too large')
       return f.read(max_bytes)
@@ -111,3 +112,30 @@ class Workspace:
         os.close(folder)
       folder = inner
     return folder
+
+
+class HasWorkspace:
+  """The file half of the sandbox protocol, for backends with a directory."""
+
+  _workspace: Workspace | None = None
+
+  @property
+  def workspace(self) -> Workspace:
+    """The workspace of a sandbox that was started."""
+    if self._workspace is None:
+      raise RuntimeError('the sandbox is not started')
+    return self._workspace
+
+  async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+    """Reads a regular file of the workspace."""
+    return self.workspace.read(path, max_bytes)
+
+  async def write_file(self, path: str, data: bytes) -> None:
+    """Writes a file of the workspace."""
+    self.workspace.write(path, data)
+
+  async def close(self) -> None:
+    """Removes the workspace. May be called twice."""
+    if self._workspace is not None:
+      self._workspace.close()
+      self._workspace = None
