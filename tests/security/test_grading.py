@@ -186,12 +186,15 @@ def test_hidden_tests_are_not_shown():
 
 
 def test_the_answer_never_enters_the_sandbox():
-  # All that is readable in the sandbox, while it is graded, goes to stderr.
+  # Code under test searches all that it can read, its own memory included.
   spy = """
       import glob, os, sys
       def stem(a):
         seen = b''
-        for path in ['/proc/self/cmdline', '/proc/self/environ', *glob.glob('/repo/*'), *glob.glob('/tmp/*')]:
+        for path in [
+            '/proc/self/cmdline', '/proc/self/environ',
+            *glob.glob('/repo/*'), *glob.glob('/tmp/*'),
+        ]:
           seen += open(path, 'rb').read()
         os.lseek(0, 0, 0)
         seen += os.read(0, 1 << 20)
@@ -202,7 +205,7 @@ def test_the_answer_never_enters_the_sandbox():
           with open('/proc/self/mem', 'rb', 0) as memory:
             memory.seek(low)
             seen += memory.read(high - low)
-        return [b'91' + b'8273' in seen, b'12' + b'3457' in seen]
+        return [str(a + 794816).encode() in seen, str(a).encode() in seen]
       """
   case = ['util', 'stem', [123457]]
   wanted = samples.task(
