@@ -92,6 +92,12 @@ class Engine:
     steps: sizes of the step program, small to large; one compilation each.
     sampling: how tokens are drawn, fixed for the engine's programs.
 
+  Attributes:
+    greedy: draw the likeliest token instead, in the same programs.
+    version: version of the weights.
+    counts: steps, decoded, prefilled and padded tokens so far.
+    pages: the page pool.
+
   Raises:
     ValueError: if the sizes do not fit the policy.
   """
@@ -123,14 +129,9 @@ class Engine:
     self._seed = seed
     self.version = -1
     self.counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
-    rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
-    self._sample_rows = rows
-    self.set_sampling(sampling)
-
-  def set_sampling(self, sampling: Sampling) -> None:
-    """Chooses how tokens are drawn from now on (a program of its own)."""
-    self.sampling = sampling
-    self._step = _step_program(self.cfg, self._seed, sampling)
+    self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
+    self.greedy = False
+    self._step = _step_program(cfg, seed, sampling)
 
   def load_params(self, weights: Any, version: int) -> None:
     """Takes the weights of a version; pages of other versions become misses.
@@ -199,6 +200,10 @@ class Engine:
     """Stops drawing for a sequence until the next `prefill`."""
     self._sequence(slot).sample = False
 
+  def paused(self, slot: int) -> bool:
+    """True between `pause` and the next `prefill`."""
+    return not self._sequence(slot).sample
+
   def generate(self) -> list[Drawn]:
     """Runs one step and appends what was drawn to the sequences.
 
@@ -210,7 +215,7 @@ class Engine:
       return []
     batch, samplers = self._pack(chunks, shape)
     self._pool, tokens, logps, routes = self._step(
-        self._weights, self._pool, batch
+        self._weights, self._pool, batch, np.float32(not self.greedy)
     )
     tokens, logps = np.asarray(tokens), np.asarray(logps)
     routes = np.asarray(routes)
@@ -395,7 +400,7 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
 def _step_program(cfg: PolicyConfig, seed: int, sampling: Sampling):
   """Compiles one step: forward, then a draw for the rows that ask for one."""
 
-  def step(weights, pool, batch):
+  def step(weights, pool, batch, noise):
     tokens, layout, writes, rows, ids = batch
     x, routes, pool = forward_lib.forward(
         weights, tokens, layout, cfg, pool, writes
@@ -413,6 +418,7 @@ def _step_program(cfg: PolicyConfig, seed: int, sampling: Sampling):
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        noise=noise,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )

@@ -1,0 +1,98 @@
+"""Optimizers by name: Adam, and Muon on the layers' matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentic_rl.policy import model
+import jax
+import optax
+
+# Matrices inside the layers; their last two axes are [in, out].
+_MATRICES = frozenset((
+    'query', 'key_value', 'output', 'expert_in', 'expert_out', 'dense_in',
+    'dense_out',
+))  # fmt: skip
+
+
+def make(
+    name: str,
+    *,
+    learning_rate: float,
+    steps: int,
+    warmup: int = 0,
+    decay: str = 'constant',
+    clip_norm: float = 1.0,
+    weight_decay: float = 0.0,
+    b2: float = 0.95,
+) -> optax.GradientTransformation:
+  """Returns an optimizer that leaves the routers' balance biases alone.
+
+  Args:
+    name: 'adam', or 'muon' (Source: arXiv:2502.16982) with Adam on all that is
+      not a matrix of a layer.
+    learning_rate: peak.
+    steps: length of the schedule in updates.
+    warmup: updates of linear warm-up.
+    decay: 'constant', 'linear' or 'cosine', to zero at `steps`.
+    clip_norm: bound of the gradient's global norm.
+    weight_decay: decoupled decay.
+    b2: second-moment decay of Adam.
+
+  Raises:
+    ValueError: on an unknown name or decay.
+  """
+  rate = schedule(learning_rate, steps, warmup, decay)
+  if name == 'adam':
+    rule = optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay)
+  elif name == 'muon':
+    rule = optax.contrib.muon(
+        rate,
+        weight_decay=weight_decay,
+        adam_b2=b2,
+        muon_weight_dimension_numbers=_matrices,
+        consistent_rms=0.2,
+    )
+  else:
+    raise ValueError(f"optimizer {name!r}: allowed are 'adam' and 'muon'")
+
+  def labels(weights):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: 'held' if model.is_balance(path) else 'trained', weights
+    )
+
+  return optax.chain(
+      optax.clip_by_global_norm(clip_norm),
+      optax.multi_transform(
+          {'trained': rule, 'held': optax.set_to_zero()}, labels
+      ),
+  )
+
+
+def schedule(rate: float, steps: int, warmup: int, decay: str):
+  """Returns the learning rate as a function of the update number.
+
+  Raises:
+    ValueError: on an unknown decay.
+  """
+  rest = max(1, steps - warmup)
+  tails = {
+      'constant': optax.constant_schedule(rate),
+      'linear': optax.linear_schedule(rate, 0.0, rest),
+      'cosine': optax.cosine_decay_schedule(rate, rest),
+  }
+  if decay not in tails:
+    raise ValueError(f'decay={decay!r}: allowed are {sorted(tails)}')
+  if not warmup:
+    return tails[decay]
+  ramp = optax.linear_schedule(0.0, rate, warmup)
+  return optax.join_schedules([ramp, tails[decay]], [warmup])
+
+
+def _matrices(weights: Any):
+  def spec(path, leaf):
+    if getattr(path[-1], 'key', None) not in _MATRICES:
+      return None
+    return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+  return jax.tree_util.tree_map_with_path(spec, weights)

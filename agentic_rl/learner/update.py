@@ -1,0 +1,380 @@
+"""The update: gradients over microbatches, then one optimizer step.
+
+The gradient program runs the same forward as the sampler. It compares, token by
+token, the log-probs and routes it finds with those that were recorded when the
+tokens were drawn, so a mismatch is seen in the step in which it happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Mapping, NamedTuple
+
+from agentic_rl import types
+from agentic_rl.learner import losses
+from agentic_rl.learner import pack as pack_lib
+from agentic_rl.policy import forward as forward_lib
+from agentic_rl.policy import model
+from agentic_rl.policy.config import PolicyConfig
+import jax
+from jax import lax
+import jax.numpy as jnp
+from kernels_pallas import numerics as nx
+from kernels_pallas.logprob_head import ops as head_ops
+from kernels_pallas.paged_attention import layout as layouts
+import numpy as np
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """What is minimised; static in the gradient program.
+
+  Attributes:
+    name: key of `LOSSES`.
+    options: keyword options of that loss, as sorted pairs.
+    temperature: of the log-probs, that of the sampler.
+    entropy: weight of the entropy bonus.
+    reference_kl: weight of the KL to the reference policy, estimator k3:
+      KL ≈ e^(log π_ref - log π) - (log π_ref - log π) - 1
+      (Source: arXiv:2402.03300 eq. 4).
+    balance: step of the routers' balance bias against the load
+      (Source: arXiv:2408.15664 alg. 1); 0 leaves it.
+
+  Raises:
+    ValueError: on an unknown loss or a value outside its range.
+  """
+
+  name: str = 'ppo_clip'
+  options: tuple[tuple[str, Any], ...] = ()
+  temperature: float = 1.0
+  entropy: float = 0.0
+  reference_kl: float = 0.0
+  balance: float = 0.0
+
+  def __post_init__(self):
+    if self.name not in losses.LOSSES:
+      raise ValueError(
+          f'loss {self.name!r}: allowed are {sorted(losses.LOSSES)}'
+      )
+    for field in ('entropy', 'reference_kl', 'balance'):
+      if getattr(self, field) < 0:
+        raise ValueError(
+            f'{field}={getattr(self, field)}: must be 0 or above'
+        )
+
+
+class Learner:
+  """Holds the optimizer and the compiled programs; the state is the caller's.
+
+  Args:
+    cfg: shape of the policy.
+    loss: what is minimised.
+    optimizer: from `optimizer.make`.
+    rows: rows of a microbatch.
+    row_tokens: tokens of a row, a multiple of the page.
+
+  Raises:
+    ValueError: if a row is no multiple of the page or shorter than the context.
+  """
+
+  def __init__(
+      self,
+      cfg: PolicyConfig,
+      loss: LossConfig,
+      optimizer: optax.GradientTransformation,
+      *,
+      rows: int,
+      row_tokens: int,
+  ):
+    if row_tokens % cfg.page or row_tokens * rows % nx.ROW_TILE:
+      raise ValueError(
+          f'rows={rows} of row_tokens={row_tokens}: rows must be whole pages of'
+          f' {cfg.page} and a microbatch whole tiles of {nx.ROW_TILE}'
+      )
+    self.cfg, self.loss, self.optimizer = cfg, loss, optimizer
+    self.rows, self.row_tokens = rows, row_tokens
+    self._accumulate = nx.jit(
+        functools.partial(_accumulate, cfg=cfg, loss=loss),
+        exact=cfg.exact,
+        donate_argnums=(2,),
+    )
+    self._apply = nx.jit(
+        functools.partial(_apply, cfg=cfg, loss=loss, optimizer=optimizer),
+        exact=cfg.exact,
+        donate_argnums=(0, 1),
+    )
+
+  def init(self, weights) -> Any:
+    """Returns the optimizer state of fresh weights."""
+    return jax.jit(self.optimizer.init)(weights)
+
+  def pack(self, examples) -> types.Batch:
+    """Packs examples into rows of this learner's size."""
+    return pack_lib.pack(
+        examples,
+        row_tokens=self.row_tokens,
+        page=self.cfg.page,
+        rows=self.rows,
+    )
+
+  def update(self, weights, state, batch: types.Batch, reference=None):
+    """Takes one optimizer step on a batch.
+
+    Args:
+      weights: of the policy; donated.
+      state: of the optimizer; donated.
+      batch: from `pack`.
+      reference: weights of the reference policy, if `reference_kl` is used.
+
+    Returns:
+      New weights, new state and a dict of float metrics.
+
+    Raises:
+      ValueError: if the batch trains no token, or the reference is missing.
+    """
+    total = float(batch.weights_BT.sum())
+    if total <= 0:
+      raise ValueError('the batch holds no trained token')
+    if self.loss.reference_kl and reference is None:
+      raise ValueError('reference_kl needs the weights of the reference')
+    if not self.loss.reference_kl:
+      reference = None
+    sums = Sums.zeros(self.cfg, weights)
+    for part in pack_lib.microbatches(batch, self.rows):
+      sums = self._accumulate(
+          weights, reference, sums, _inputs(part), np.float32(1 / total)
+      )
+    weights, state, norm = self._apply(weights, state, sums)
+    return weights, state, _metrics(sums, norm, total)
+
+
+class Sums(NamedTuple):
+  """What microbatches add up: gradients and counts."""
+
+  grads: Any
+  scalars: dict[str, jax.Array]
+  load_LE: jax.Array
+
+  @classmethod
+  def zeros(cls, cfg: PolicyConfig, weights) -> Sums:
+    """Returns empty sums for these weights."""
+    names = (
+        'loss', 'entropy', 'clipped', 'kl_reference', 'unequal', 'compared',
+        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'tokens',
+    )  # fmt: skip
+    scalars = {name: jnp.zeros(()) for name in names}
+    load = jnp.zeros((cfg.moe_layers, max(cfg.experts, 1)))
+    return cls(jax.tree.map(jnp.zeros_like, weights), scalars, load)
+
+
+def _inputs(batch: types.Batch) -> dict[str, np.ndarray]:
+  """Flattens a microbatch and lists the places that need a log-prob."""
+  flat = {
+      'tokens': batch.tokens_BT,
+      'targets': batch.targets_BT,
+      'weights': batch.weights_BT,
+      'advantages': batch.advantages_BT,
+      'logp_behavior': batch.logp_behavior_BT,
+      'sampled': batch.sampled_BT,
+      'real': batch.segments_BT >= 0,
+  }
+  out = {k: np.ascontiguousarray(v.reshape(-1)) for k, v in flat.items()}
+  out['positions_BT'] = batch.positions_BT
+  if batch.routes_BTLk is not None:
+    routes = batch.routes_BTLk
+    out['routes'] = routes.reshape(-1, *routes.shape[2:])
+  size = out['tokens'].size
+  places = np.flatnonzero((out['weights'] > 0) | out['sampled'])
+  # Two sizes only, so that two programs serve every batch.
+  half = -(-size // 2 // nx.ROW_TILE) * nx.ROW_TILE
+  rows = np.full(half if len(places) <= half else size, size, np.int32)
+  rows[: len(places)] = places
+  out['rows'] = rows
+  return out
+
+
+def _logprobs(weights, hidden, targets, cfg, temperature):
+  return head_ops.logprobs(
+      hidden,
+      forward_lib.head(weights, cfg),
+      targets,
+      temperature=temperature,
+      numerics=cfg.numerics,
+      impl=cfg.impl,
+  )
+
+
+def policy_logprobs(weights, batch, cfg: PolicyConfig, temperature: float):
+  """Runs the forward on packed rows and takes the log-probs of the targets.
+
+  Args:
+    weights: of the policy.
+    batch: a dict from `_inputs`; only tokens, targets, positions and rows.
+    cfg: shape of the policy.
+    temperature: of the log-probs.
+
+  Returns:
+    float32 log-probs and entropies [R] of the places `batch['rows']`, and the
+    routes int32 [L_moe, T, topk].
+  """
+  layout = layouts.row_layout(batch['positions_BT'], cfg.page)
+  hidden, routes, _ = forward_lib.forward(
+      weights, batch['tokens'], layout, cfg
+  )
+  rows = batch['rows']
+  hidden = _take(hidden, rows)
+  targets = _take(batch['targets'], rows)
+  logp, entropy = _logprobs(weights, hidden, targets, cfg, temperature)
+  return logp, entropy, routes
+
+
+@jax.custom_vjp
+def _take(x, rows):
+  return x.at[rows].get(mode='fill', fill_value=0)
+
+
+def _take_backward(saved, g):
+  # Rows are distinct, so the transpose is a plain write in any order.
+  shape, rows = saved
+  out = jnp.zeros((shape, *g.shape[1:]), g.dtype)
+  return out.at[rows].set(g, mode='drop', unique_indices=True), None
+
+
+_take.defvjp(
+    lambda x, rows: (_take(x, rows), (x.shape[0], rows)), _take_backward
+)
+
+
+def _accumulate(weights, reference, sums, batch, scale, *, cfg, loss):
+  """Adds one microbatch's gradient and counts to the sums."""
+  reference_logp = None
+  if reference is not None:
+    reference_logp, _, _ = policy_logprobs(
+        reference, batch, cfg, loss.temperature
+    )
+    reference_logp = lax.stop_gradient(reference_logp)
+  (_, aux), grads = jax.value_and_grad(_objective, has_aux=True)(
+      weights, batch, reference_logp, scale, cfg, loss
+  )
+  scalars, load = aux
+  joined = {
+      k: jnp.maximum(v, scalars[k]) if k.startswith('max') else v + scalars[k]
+      for k, v in sums.scalars.items()
+  }
+  grads = jax.tree.map(jnp.add, sums.grads, grads)
+  return Sums(grads, joined, sums.load_LE + load)
+
+
+def _objective(weights, batch, reference_logp, scale, cfg, loss):
+  logp, entropy, routes = policy_logprobs(
+      weights, batch, cfg, loss.temperature
+  )
+  rows = batch['rows']
+  take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
+  w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')
+  fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
+  per_token, clipped = fun(logp, recorded, take('advantages'))
+  kl = jnp.zeros_like(logp)
+  if reference_logp is not None:
+    gap = reference_logp - logp
+    kl = jnp.exp(gap) - gap - 1
+  total = per_token - loss.entropy * entropy + loss.reference_kl * kl
+  value = (w * total).sum() * scale
+  stats = {
+      'loss': (w * per_token).sum(),
+      'entropy': (w * entropy).sum(),
+      'clipped': (w * clipped).sum(),
+      'kl_reference': (w * kl).sum(),
+      **_mismatch(logp, recorded, drawn),
+      **_flips(routes, batch),
+      'tokens': batch['real'].sum().astype(jnp.float32),
+  }
+  stats = jax.tree.map(lax.stop_gradient, stats)
+  return value, (stats, _load(routes, batch['real'], cfg))
+
+
+def _mismatch(logp, recorded, drawn):
+  """Compares log-probs bit for bit where the policy drew the token."""
+  bits = lambda a: lax.bitcast_convert_type(a, jnp.int32)
+  gap = jnp.where(drawn, jnp.abs(logp - recorded), 0.0)
+  ratio = jnp.where(drawn, jnp.exp(logp - recorded), 1.0)
+  return {
+      'unequal': (drawn & (bits(logp) != bits(recorded))).sum().astype(nx.F32),
+      'compared': drawn.sum().astype(nx.F32),
+      'max_abs_dlogp': gap.max(),
+      'max_abs_ratio_dev': jnp.abs(ratio - 1).max(),
+  }
+
+
+def _flips(routes_LTk, batch):
+  if 'routes' not in batch or not routes_LTk.size:
+    return {'flips': jnp.zeros(()), 'routed': jnp.zeros(())}
+  recorded = batch['routes'].transpose(1, 0, 2)
+  known = recorded >= 0
+  flipped = known & (recorded != routes_LTk.astype(recorded.dtype))
+  return {
+      'flips': flipped.sum().astype(nx.F32),
+      'routed': known.sum().astype(nx.F32),
+  }
+
+
+def _load(routes_LTk, real_T, cfg):
+  """Returns float32 [L_moe, E], real tokens sent to each expert."""
+  if not cfg.moe_layers:
+    return jnp.zeros((0, 1))
+  hit = routes_LTk[..., None] == jnp.arange(cfg.experts)
+  return (hit & real_T[:, None, None]).sum((1, 2)).astype(nx.F32)
+
+
+def _apply(weights, state, sums, *, cfg, loss, optimizer):
+  norm = optax.global_norm(sums.grads)
+  updates, state = optimizer.update(sums.grads, state, weights)
+  new = optax.apply_updates(weights, updates)
+  cast = cfg.numerics.cast
+
+  def leaf(path, value):
+    return value if model.is_balance(path) else cast(value)
+
+  new = jax.tree_util.tree_map_with_path(leaf, new)
+  if loss.balance and cfg.moe_layers:
+    new = _balance(new, sums.load_LE, loss.balance, cfg)
+  return new, state, norm
+
+
+def _balance(weights, load_LE, rate, cfg):
+  """Moves each router's bias by `rate` against the sign of its load."""
+  excess = load_LE - load_LE.mean(-1, keepdims=True)
+  step = -rate * jnp.sign(excess)
+  n = len(cfg.pattern)
+  step = step.reshape(cfg.groups, n, cfg.experts)
+  pattern = {
+      i: {**w, 'balance': w['balance'] + step[:, i]}
+      for i, w in weights['pattern'].items()
+  }
+  return {**weights, 'pattern': pattern}
+
+
+def _metrics(sums: Sums, norm, total: float) -> Mapping[str, float]:
+  s = {k: float(v) for k, v in sums.scalars.items()}
+  load = np.asarray(sums.load_LE)
+  out = {
+      'loss': s['loss'] / total,
+      'entropy': s['entropy'] / total,
+      'clip_share': s['clipped'] / total,
+      'kl_reference': s['kl_reference'] / total,
+      'grad_norm': float(norm),
+      'trained_tokens': total,
+      'learner_tokens': s['tokens'],
+      'mismatch/unequal_bits': s['unequal'],
+      'mismatch/compared': s['compared'],
+      'mismatch/max_abs_dlogp': s['max_abs_dlogp'],
+      'mismatch/max_abs_ratio_dev': s['max_abs_ratio_dev'],
+      'router/flips': s['flips'],
+      'router/flip_rate': s['flips'] / max(1.0, s['routed']),
+  }
+  if load.size:
+    mean = load.mean(-1, keepdims=True).clip(1e-9)
+    out['router/max_load'] = float((load / mean).max())
+  return out
