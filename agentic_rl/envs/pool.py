@@ -112,7 +112,8 @@ class EnvPool:
     name: key of `ENVIRONMENTS`.
     options: keyword options of the environment.
     workers: number of processes.
-    deadline_s: seconds after which a request is an error.
+    deadline_s: seconds after which a request is an error; longer than the runs
+      that may wait for each other in one worker.
 
   Raises:
     ValueError: unknown name or bad options.
@@ -130,8 +131,9 @@ class EnvPool:
       raise ValueError(f'env {name!r}; allowed: {", ".join(envs.ENVIRONMENTS)}')
     if workers < 1 or deadline_s <= 0:
       raise ValueError('workers and deadline_s must be positive')
-    self._hello = {'env': name, 'options': dict(options or {})}
-    envs.ENVIRONMENTS[name](**self._hello['options'])  # raises for bad ones
+    keywords = dict(options or {})
+    envs.ENVIRONMENTS[name](**keywords)  # raises for bad ones
+    self._hello = {'env': name, 'options': keywords}
     self._deadline_s = deadline_s
     self._selector = selectors.DefaultSelector()
     self._root = tempfile.mkdtemp(prefix='agentic_rl_envs_')

@@ -12,7 +12,7 @@ and after a step also
   env_s: wall seconds that the step took
 and once the episode has ended
   status: the value of a `types.Status`
-  outcome: the final outcome; it is not part of `reward`
+  outcome: the final outcome, not part of `reward`; None for env_failure
 """
 
 from __future__ import annotations
