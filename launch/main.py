@@ -13,6 +13,7 @@ import threading
 
 from absl import app
 from absl import flags
+from absl import logging
 from ml_collections import config_flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -58,6 +59,7 @@ def main(argv) -> None:
   """Runs the training that the flags describe."""
   if len(argv) > 1:
     sys.exit(f'error: unexpected argument {argv[1]!r}')
+  logging.set_verbosity(logging.WARNING)
   config = _CONFIG.value
   spec = config_flags.get_config_filename(flags.FLAGS['config'])
   workdir = _WORKDIR.value or common.default_workdir(

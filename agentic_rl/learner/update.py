@@ -60,9 +60,7 @@ class LossConfig:
       )
     for field in ('entropy', 'reference_kl', 'balance'):
       if getattr(self, field) < 0:
-        raise ValueError(
-            f'{field}={getattr(self, field)}: must be 0 or above'
-        )
+        raise ValueError(f'{field}={getattr(self, field)}: must be 0 or above')
 
 
 class Learner:
@@ -220,9 +218,7 @@ def policy_logprobs(weights, batch, cfg: PolicyConfig, temperature: float):
     routes int32 [L_moe, T, topk].
   """
   layout = layouts.row_layout(batch['positions_BT'], cfg.page)
-  hidden, routes, _ = forward_lib.forward(
-      weights, batch['tokens'], layout, cfg
-  )
+  hidden, routes, _ = forward_lib.forward(weights, batch['tokens'], layout, cfg)
   rows = batch['rows']
   hidden = _take(hidden, rows)
   targets = _take(batch['targets'], rows)
@@ -268,9 +264,7 @@ def _accumulate(weights, reference, sums, batch, scale, *, cfg, loss):
 
 
 def _objective(weights, batch, reference_logp, scale, cfg, loss):
-  logp, entropy, routes = policy_logprobs(
-      weights, batch, cfg, loss.temperature
-  )
+  logp, entropy, routes = policy_logprobs(weights, batch, cfg, loss.temperature)
   rows = batch['rows']
   take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
   w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')

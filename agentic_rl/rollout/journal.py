@@ -75,7 +75,9 @@ def read(path: str | os.PathLike) -> Iterator[types.Trajectory]:
 
 
 def _to_json(t: types.Trajectory, advantages) -> dict[str, Any]:
-  edges = np.flatnonzero(np.diff(t.sampled.astype(np.int8), prepend=0, append=0))
+  edges = np.flatnonzero(
+      np.diff(t.sampled.astype(np.int8), prepend=0, append=0)
+  )
   turns = []
   for i, turn in enumerate(t.turns):
     line = dataclasses.asdict(turn)

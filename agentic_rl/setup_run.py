@@ -1,0 +1,312 @@
+"""Builds the parts of a run from its config and checks all of them first."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import os
+import pathlib
+import resource
+from typing import Any, Iterator
+
+from agentic_rl import checkpoint as checkpoint_lib
+from agentic_rl import credit
+from agentic_rl import metrics as metrics_lib
+from agentic_rl import types
+from agentic_rl.envs import pool as pool_lib
+from agentic_rl.learner import optimizer as optimizer_lib
+from agentic_rl.learner import update
+from agentic_rl.policy import chat as chat_lib
+from agentic_rl.policy import config as policy_config
+from agentic_rl.policy import tokenizer as tokenizer_lib
+from agentic_rl.rollout import collect
+from agentic_rl.rollout import engine as engine_lib
+from agentic_rl.tasks import expert
+from agentic_rl.tasks import generate
+from agentic_rl.tasks import taskset
+from configs import common
+import jax
+
+RESOLVED = 'config.json'
+# Fields that may change between the runs of one work directory.
+FREE = ('evaluation.every', 'checkpoint', 'alerts', 'env_pool')
+
+
+class Run:
+  """The parts of a run; a context manager that closes them.
+
+  Attributes:
+    config: the resolved config.
+    workdir: where everything is written.
+    policy: shape of the policy.
+    chat: the token format.
+    heldout: tasks of the evaluation.
+    metrics: the writer.
+    pool: environments in worker processes.
+    engine: the sampler.
+    collector: runs rollouts.
+    learner: of the reinforcement phase.
+    warm_start_s: seconds that the warm start took, in all runs together.
+    earlier_s: the part of it that earlier processes spent.
+  """
+
+  def __init__(self, config: Any, workdir: pathlib.Path):
+    self.config, self.workdir = config, workdir
+    self.stack = contextlib.ExitStack()
+    self.policy: policy_config.PolicyConfig
+    self.chat: chat_lib.Chat
+    self.heldout: tuple[types.Task, ...]
+    self.metrics: metrics_lib.Metrics
+    self.pool: pool_lib.EnvPool
+    self.engine: engine_lib.Engine
+    self.collector: collect.Collector
+    self.learner: update.Learner
+    self.warm_start_s = 0.0
+    self.earlier_s = 0.0
+    self._checkpoints: dict[str, checkpoint_lib.Checkpointer] = {}
+
+  def checkpoints(self, phase: str) -> checkpoint_lib.Checkpointer:
+    """Returns the checkpoints of a phase."""
+    if phase not in self._checkpoints:
+      self._checkpoints[phase] = self.stack.enter_context(
+          checkpoint_lib.Checkpointer(
+              self.workdir / 'checkpoints' / phase,
+              keep=self.config.checkpoint.keep,
+          )
+      )
+    return self._checkpoints[phase]
+
+  def open_checkpoints(self) -> Iterator[checkpoint_lib.Checkpointer]:
+    """Yields those that were used."""
+    return iter(self._checkpoints.values())
+
+  def __enter__(self) -> Run:
+    return self
+
+  def __exit__(self, *error) -> None:
+    self.stack.__exit__(*error)
+
+
+def setup(config: Any, workdir: pathlib.Path) -> Run:
+  """Builds everything; whatever is wrong is said here, before work is done.
+
+  Args:
+    config: from a config file.
+    workdir: made if it is missing; a run of the same config may be there.
+
+  Returns:
+    The run, to be used as a context manager.
+
+  Raises:
+    ConfigError: a field has no sense, or the directory is taken.
+    EnvironmentFailure: environments do not start here.
+  """
+  run = Run(config, workdir)
+  try:
+    _prepare_process()
+    _claim(run)
+    _build(run)
+  except ValueError as error:
+    run.stack.close()
+    raise common.ConfigError(str(error)) from error
+  except BaseException:
+    run.stack.close()
+    raise
+  return run
+
+
+def _claim(run: Run) -> None:
+  """Takes the work directory and checks that it is of this config."""
+  path = run.workdir / RESOLVED
+  try:
+    run.workdir.mkdir(parents=True, exist_ok=True)
+    lock = run.stack.enter_context(open(run.workdir / '.lock', 'w'))
+  except OSError as error:
+    raise common.ConfigError(f'workdir {run.workdir}: {error}') from error
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    raise common.ConfigError(
+        f'workdir {run.workdir} is in use by another process'
+    ) from None
+  if path.exists():
+    common.check_same(run.config, path, free=FREE)
+  else:
+    common.save_resolved(run.config, path)
+
+
+def _build(run: Run) -> None:
+  config = run.config
+  run.heldout = _heldout(run)
+  run.chat = chat_lib.Chat(_tokenizer(run))
+  run.policy = policy_config.PolicyConfig(
+      vocab=run.chat.tokenizer.vocab_size, **dict(config.policy.items())
+  )
+  sampling = engine_lib.Sampling(**dict(config.sampling.items()))
+  if not sampling.temperature > 0:
+    raise ValueError('sampling.temperature=0: training needs a value above 0')
+  credit.make(config.credit.name, **common.options(config.credit))
+  limits = collect.Limits(
+      config.rollout.action_tokens, config.rollout.deadline_s
+  )
+  if config.learner.on_mismatch not in ('stop', 'warn'):
+    raise ValueError(
+        f'learner.on_mismatch={config.learner.on_mismatch!r}: allowed are'
+        " 'stop' and 'warn'"
+    )
+  run.learner = _learner(run, sampling)
+  longest = max(len(run.chat.prompt_ids(t.prompt)) for t in run.heldout)
+  if longest + limits.action_tokens >= run.policy.max_context:
+    raise ValueError(
+        f'policy.max_context={run.policy.max_context}: a prompt of {longest}'
+        f' tokens and an action of {limits.action_tokens} do not fit'
+    )
+  run.metrics = run.stack.enter_context(
+      metrics_lib.Metrics(
+          run.workdir,
+          resume=_resume_steps(run),
+          alerts=_alerts(config),
+      )
+  )
+  run.pool = run.stack.enter_context(
+      pool_lib.EnvPool(
+          config.env.name,
+          common.options(config.env),
+          workers=config.env_pool.workers,
+          deadline_s=config.env_pool.deadline_s,
+      )
+  )
+  run.engine = engine_lib.Engine(
+      run.policy,
+      config.seed,
+      max_sequences=config.rollout.max_sequences,
+      pool_pages=config.rollout.pool_pages,
+      sampling=sampling,
+  )
+  run.collector = collect.Collector(run.engine, run.pool, run.chat, limits)
+
+
+def optimizer_from(options: Any, steps: int):
+  """Returns the optimizer that a config's dict describes."""
+  options = dict(options.items())
+  return optimizer_lib.make(options.pop('name'), steps=steps, **options)
+
+
+def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
+  c = run.config.learner
+  loss = update.LossConfig(
+      'ppo_clip',
+      options=(('clip_high', c.clip_high), ('clip_low', c.clip_low)),
+      temperature=sampling.temperature,
+      entropy=c.entropy,
+      reference_kl=c.reference_kl,
+      balance=c.balance,
+  )
+  return update.Learner(
+      run.policy,
+      loss,
+      optimizer_from(c.optimizer, c.iterations),
+      rows=c.rows,
+      row_tokens=c.row_tokens,
+  )
+
+
+def _heldout(run: Run) -> tuple[types.Task, ...]:
+  """Makes the held-out tasks, or loads those of this directory."""
+  c = run.config
+  folder = run.workdir / 'heldout'
+  count = max(c.evaluation.tasks, c.evaluation.greedy_tasks)
+  if folder.exists():
+    return taskset.load(folder).tasks
+  tasks = tuple(
+      generate.generate_tasks(
+          count,
+          'heldout',
+          c.tasks.fresh.difficulty,
+          holdout_fraction=c.tasks.fresh.holdout_fraction,
+      )
+  )
+  made = taskset.TaskSet(
+      tasks,
+      'heldout',
+      {'name': 'swe', 'version': generate.GENERATOR_VERSION},
+      common.plain(c.tasks.fresh),
+  )
+  taskset.save(folder, made)
+  return tasks
+
+
+def _tokenizer(run: Run) -> tokenizer_lib.Tokenizer:
+  """Trains the tokenizer, or loads that of this directory."""
+  path = run.workdir / 'tokenizer.json'
+  if path.exists():
+    return tokenizer_lib.Tokenizer.load(path)
+  c = run.config
+  tasks = generate.generate_tasks(
+      c.tokenizer.corpus_tasks,
+      'train',
+      c.tasks.fresh.difficulty,
+      holdout_fraction=c.tasks.fresh.holdout_fraction,
+  )
+  made = tokenizer_lib.Tokenizer.train(
+      expert.corpus(tasks), c.tokenizer.vocab_size
+  )
+  made.save(path)
+  return made
+
+
+def _resume_steps(run: Run) -> dict[str, int]:
+  """Returns the last step of each phase that a checkpoint holds."""
+  steps = {}
+  for phase in ('warm_start', 'rl'):
+    saved = run.checkpoints(phase).steps()
+    if saved:
+      steps[phase] = saved[-1]
+  if 'rl' in steps:
+    steps['heldout'] = steps['rl']
+  return steps
+
+
+def _alerts(config: Any):
+  bounds = {}
+  for name, low, high in config.alerts:
+    bounds[name] = (low, high)
+  return bounds
+
+
+def _prepare_process() -> None:
+  """Settings of the process: compilation cache and memory allocator."""
+  cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+  jax.config.update(
+      'jax_compilation_cache_dir', os.path.join(cache, 'agentic_rl', 'jax')
+  )
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+  reuse_freed_memory()
+
+
+@functools.cache
+def reuse_freed_memory() -> bool:
+  """Tells glibc to keep large freed blocks: they need no new page faults.
+
+  A step of the learner frees and takes hundreds of megabytes; giving them back
+  to the system in between costs a third of its time on CPU.
+
+  Returns:
+    False where the C library has no such switch.
+  """
+  try:
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    return bool(
+        libc.mallopt(m_mmap_threshold, 32 << 20)
+        and libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+    )
+  except (OSError, AttributeError):
+    return False
+
+
+def peak_memory_gb() -> float:
+  """Returns the peak resident memory of this process in 10^9 bytes."""
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,296 @@
+"""The whole run, top to bottom.
+
+  tasks -> collect -> credit -> pack -> update -> publish -> log, checkpoint
+
+A run is counted in steps, never in seconds, and every random draw is a function
+of the seed and of a number that is saved, so a run that is killed and started
+again ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import threading
+import time
+from typing import Any
+
+from agentic_rl import checkpoint as checkpoint_lib
+from agentic_rl import credit
+from agentic_rl import evaluation
+from agentic_rl import metrics as metrics_lib
+from agentic_rl import setup_run
+from agentic_rl import warm_start
+from agentic_rl.learner import pack as pack_lib
+from agentic_rl.rollout import collect
+from agentic_rl.rollout import journal
+from agentic_rl.tasks import sampler as sampler_lib
+from configs import common
+import jax
+
+SHOWN = (
+    'rollout/solved', 'rollout/reward', 'rollout/turns',
+    'rollout/malformed_share', 'credit/uniform_share', 'loss', 'entropy',
+    'mismatch/unequal_bits', 'router/flips', 'iteration_s',
+)  # fmt: skip
+
+
+class MismatchError(RuntimeError):
+  """Sampler and learner disagreed although they must not."""
+
+
+@dataclasses.dataclass
+class State:
+  """What the reinforcement phase carries from iteration to iteration.
+
+  Attributes:
+    weights: of the policy.
+    optimizer: its state.
+    iteration: iterations done; also the version of the weights.
+    counts: sums over the run: tokens sampled, unequal bits, flips, seconds.
+    before: evaluation before the first iteration.
+  """
+
+  weights: Any
+  optimizer: Any
+  iteration: int = 0
+  counts: dict[str, float] = dataclasses.field(
+      default_factory=lambda: dict.fromkeys(
+          ('tokens_sampled', 'compared', 'unequal', 'flips', 'wall_s'), 0
+      )
+  )
+  before: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def train(config, workdir, stop: threading.Event | None = None):
+  """Trains a policy.
+
+  Args:
+    config: from a file in `configs/`.
+    workdir: where everything is written; a run that is there is resumed.
+    stop: set to end the run cleanly after the current step.
+
+  Returns:
+    The summary, also in `summary.json`; None if the run was stopped early.
+
+  Raises:
+    ConfigError: a field has no sense, or the directory holds another run.
+    CheckpointError: checkpoints can not be written, or all are corrupt.
+    EnvironmentFailure: the sandbox does not work on this machine.
+    MismatchError: an exact policy was not exact.
+  """
+  began = time.monotonic()
+  stop = stop or threading.Event()
+  workdir = pathlib.Path(workdir)
+
+  # ---------------------------------------------------------------- setting up
+  run = setup_run.setup(config, workdir)  # everything that can be wrong, first
+  with run:
+    # -------------------------------------------------------------- warm start
+    weights = warm_start.run(run, stop)
+    if weights is None:
+      return _stopped(run)
+
+    # ------------------------------------------------------------------ resume
+    sampler = sampler_lib.TaskSampler.create(
+        config.tasks.name,
+        2 * config.seed,
+        split='train',
+        **common.options(config.tasks),
+    )
+    state = State(weights, run.learner.init(weights))
+    reference = jax.tree.map(lambda a: a.copy(), weights)
+    saved = run.checkpoints('rl').restore_latest(_tree(state))
+    if saved is not None:
+      state.iteration, tree, extra = saved
+      state.weights, state.optimizer = tree['weights'], tree['optimizer']
+      state.counts, state.before = extra['counts'], extra['before']
+      sampler.restore(extra['sampler'])
+    else:
+      state.counts['wall_s'] = run.earlier_s
+
+    # -------------------------------------------------------------- evaluation
+    if not state.before:
+      state.before = evaluation.evaluate(run, state.weights, 0, 'before')
+
+    # --------------------------------------------------- reinforcement learning
+    total = config.learner.iterations
+    run.metrics.start_phase('rl', total, done=state.iteration)
+    clock = _Clock(state.counts, began)
+    while state.iteration < total and not stop.is_set():
+      iteration_began = time.monotonic()
+      tasks = sampler.next_batch(config.rollout.tasks)  # P tasks
+      groups, stats = rollouts(run, state, tasks)  # P groups of G
+      advantages, credit_stats = credit.assign(  # [P][G] arrays [A]
+          groups, config.credit.name, **common.options(config.credit)
+      )
+      examples = [
+          pack_lib.from_trajectory(t, a)
+          for group, row in zip(groups, advantages)
+          for t, a in zip(group.trajectories, row)
+          if not t.failed and len(t.turns)
+      ]
+      stats |= {f'credit/{k}': v for k, v in credit_stats.items()}
+      learn_began = time.monotonic()
+      if examples:
+        batch = run.learner.pack(examples)  # [B, T]
+        state.weights, state.optimizer, learned = run.learner.update(
+            state.weights, state.optimizer, batch, reference
+        )
+        stats |= learned
+        _check_exact(run, state, learned)
+      state.iteration += 1
+      stats['learner/wall_s'] = time.monotonic() - learn_began
+      stats['iteration_s'] = time.monotonic() - iteration_began
+      state.counts['tokens_sampled'] += int(stats['rollout/sampled_tokens'])
+      journal.write(
+          journal.path_of(workdir, 'rl', state.iteration),
+          [t for g in groups for t in g.trajectories],
+          [a for row in advantages for a in row],
+      )
+      run.metrics.log(state.iteration, stats, show=SHOWN)
+      every = config.evaluation.every
+      if every and state.iteration % every == 0 and state.iteration < total:
+        evaluation.evaluate(run, state.weights, state.iteration, 'heldout')
+      clock.update()
+      if state.iteration % config.checkpoint.rl_every == 0 or stop.is_set():
+        _save(run, state, sampler)
+    if state.iteration < total:
+      return _stopped(run)
+
+    # ----------------------------------------------------------------- finished
+    _save(run, state, sampler)
+    after = evaluation.evaluate(run, state.weights, total, 'after')
+    clock.update()
+    return _finish(run, state, after)
+
+
+def rollouts(run: setup_run.Run, state: State, tasks):
+  """Publishes the weights and collects a group for each task.
+
+  Args:
+    run: the parts of the run.
+    state: its weights sample.
+    tasks: P tasks.
+
+  Returns:
+    P groups of G trajectories, and the metrics of the collection.
+  """
+  config = run.config
+  group = config.rollout.group
+  first = state.iteration * config.rollout.tasks * group
+  # One program, one copy of the weights: publishing moves no bytes.
+  run.engine.load_params(state.weights, state.iteration)
+  trajectories, stats = run.collector.collect(
+      collect.group_requests(tasks, group, first, config.seed),
+      lambda done, all_: run.metrics.tick(
+          state.iteration, f'rollouts {done}/{all_}'
+      ),
+  )
+  return collect.groups_of(tasks, trajectories), stats
+
+
+# --------------------------------------------------------------------- details
+
+
+class _Clock:
+  """Adds wall seconds to the counts, across interruptions."""
+
+  def __init__(self, counts: dict[str, float], began: float):
+    self._counts, self._last = counts, began
+
+  def update(self) -> None:
+    now = time.monotonic()
+    self._counts['wall_s'] += now - self._last
+    self._last = now
+
+
+def _tree(state: State) -> dict[str, Any]:
+  return {'weights': state.weights, 'optimizer': state.optimizer}
+
+
+def _save(run: setup_run.Run, state: State, sampler) -> None:
+  extra = {
+      'counts': state.counts,
+      'before': state.before,
+      'sampler': sampler.state(),
+  }
+  run.checkpoints('rl').save(state.iteration, _tree(state), extra)
+
+
+def _check_exact(run: setup_run.Run, state: State, learned) -> None:
+  """Counts mismatches; an exact policy must have none."""
+  unequal = int(learned['mismatch/unequal_bits'])
+  flips = int(learned['router/flips'])
+  state.counts['compared'] += int(learned['mismatch/compared'])
+  state.counts['unequal'] += unequal
+  state.counts['flips'] += flips
+  deviation = learned['mismatch/max_abs_ratio_dev']
+  if not run.policy.exact or not (unequal or flips or deviation):
+    return
+  text = (
+      f'iteration {state.iteration}: {unequal} of'
+      f' {int(learned["mismatch/compared"])} log-probs differ between sampler'
+      f' and learner, {flips} routes flipped, the on-policy ratio is off 1 by'
+      f' {deviation:.3g}'
+  )
+  if run.config.learner.on_mismatch == 'stop':
+    raise MismatchError(text)
+  run.metrics.alert('mismatch/unequal_bits', unequal, text, state.iteration)
+
+
+def _stopped(run: setup_run.Run) -> None:
+  for checkpoints in run.open_checkpoints():
+    checkpoints.wait()
+  run.metrics.note(
+      f'Stopped. The same command with --workdir={run.workdir} resumes.'
+  )
+
+
+def _finish(run: setup_run.Run, state: State, after) -> dict[str, Any]:
+  """Writes summary and learning curve and says where everything is."""
+  counts, before = state.counts, state.before
+  summary = {
+      'heldout_solve_before': before['solve'],
+      'heldout_solve_before_interval': before['interval'],
+      'heldout_solve_after': after['solve'],
+      'heldout_solve_after_interval': after['interval'],
+      'heldout_greedy_before': before['greedy'],
+      'heldout_greedy_after': after['greedy'],
+      'heldout_tasks': run.config.evaluation.tasks,
+      'wall_s': round(counts['wall_s'], 1),
+      'warm_start_s': round(run.warm_start_s, 1),
+      'iterations': state.iteration,
+      'tokens_sampled': int(counts['tokens_sampled']),
+      'compared_logprobs': int(counts['compared']),
+      'unequal_logprob_bits': int(counts['unequal']),
+      'route_flips': int(counts['flips']),
+      'params_sha256': checkpoint_lib.params_sha256(state.weights),
+      'peak_memory_gb': round(setup_run.peak_memory_gb(), 2),
+      'config_hash': common.config_hash(run.config),
+  }
+  metrics_lib.write_summary(run.workdir / 'summary.json', summary)
+  metrics_lib.learning_curve_png(
+      run.workdir / 'learning_curve.png',
+      run.metrics.rows('rl'),
+      keys=(
+          'rollout/solved', 'rollout/turns', 'rollout/malformed_share',
+          'entropy', 'mismatch/max_abs_dlogp', 'iteration_s',
+      ),  # fmt: skip
+      title=f'Reinforcement learning, seed {run.config.seed}',
+  )
+  low, high = (round(100 * x, 1) for x in before['interval'])
+  low_after, high_after = (round(100 * x, 1) for x in after['interval'])
+  run.metrics.note(
+      f'Held-out tasks solved at temperature {run.config.sampling.temperature}:'
+      f' {before["solve"]:.1%} [{low}, {high}] -> {after["solve"]:.1%}'
+      f' [{low_after}, {high_after}]; greedy {before["greedy"]:.1%} ->'
+      f' {after["greedy"]:.1%}.\n'
+      f'Log-probs that differ between sampler and learner:'
+      f' {summary["unequal_logprob_bits"]} of {summary["compared_logprobs"]}.\n'
+      f'Everything is in {run.workdir}: summary.json, learning_curve.png,'
+      f' metrics.jsonl, trajectories/, checkpoints/.\n'
+      f'Next: tensorboard --logdir={run.workdir}/tensorboard, or another'
+      f' estimator with --config.credit.name=grpo.'
+  )
+  return summary

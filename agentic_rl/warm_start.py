@@ -1,0 +1,109 @@
+"""Warm start: supervised learning on an imperfect scripted expert.
+
+The traces go through the same packing, forward and log-prob head as rollouts.
+Step s learns from traces that depend on the seed and on s only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from agentic_rl import setup_run
+from agentic_rl.learner import pack as pack_lib
+from agentic_rl.learner import update
+from agentic_rl.policy import chat as chat_lib
+from agentic_rl.policy import model
+from agentic_rl.tasks import expert
+from agentic_rl.tasks import sampler as sampler_lib
+from configs import common
+import numpy as np
+
+
+def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
+  """Trains the first policy, or loads the one of this directory.
+
+  Args:
+    run_: the parts of the run.
+    stop: ends it after the current step, with a checkpoint.
+
+  Returns:
+    The weights, or None if it was stopped.
+  """
+  config, c = run_.config, run_.config.warm_start
+  weights = model.init(run_.policy, config.seed)
+  if not c.steps:
+    return weights
+  learner = update.Learner(
+      run_.policy,
+      update.LossConfig('supervised', balance=c.balance),
+      setup_run.optimizer_from(c.optimizer, c.steps),
+      rows=config.learner.rows,
+      row_tokens=config.learner.row_tokens,
+  )
+  tree = {'weights': weights, 'optimizer': learner.init(weights)}
+  step, before_s, began = 0, 0.0, time.monotonic()
+  saved = run_.checkpoints('warm_start').restore_latest(tree)
+  if saved is not None:
+    step, tree, extra = saved
+    before_s = extra['seconds']
+    run_.warm_start_s = run_.earlier_s = before_s
+  if step == c.steps:
+    return tree['weights']
+  traces = Traces(run_, step)
+  run_.metrics.start_phase('warm_start', c.steps, done=step)
+  while step < c.steps and not stop.is_set():
+    batch = learner.pack(traces.next_batch())
+    tree['weights'], tree['optimizer'], stats = learner.update(
+        tree['weights'], tree['optimizer'], batch
+    )
+    step += 1
+    run_.warm_start_s = before_s + time.monotonic() - began
+    stats['tokens_per_s'] = stats['learner_tokens'] / (
+        time.monotonic() - traces.asked_s
+    )
+    if step % 10 == 0 or step == c.steps:
+      shown = ('loss', 'grad_norm', 'router/max_load', 'tokens_per_s')
+      run_.metrics.log(step, stats, show=shown)
+    else:
+      run_.metrics.tick(step)
+    if step % c.checkpoint_every == 0 or step == c.steps or stop.is_set():
+      extra = {'seconds': run_.warm_start_s}
+      run_.checkpoints('warm_start').save(step, tree, extra)
+  return None if step < c.steps else tree['weights']
+
+
+class Traces:
+  """Batches of expert traces; batch s depends on the seed and s only.
+
+  Attributes:
+    asked_s: when the last batch was asked for.
+  """
+
+  def __init__(self, run_: setup_run.Run, step: int):
+    self._config = run_.config.warm_start
+    self._chat: chat_lib.Chat = run_.chat
+    self._limit = run_.policy.max_context
+    self._noise = expert.Noise(**dict(self._config.noise.items()))
+    self._turns = common.options(run_.config.env).get('max_turns', 8)
+    fresh = run_.config.tasks.fresh
+    self._source = sampler_lib.FreshTasks(
+        2 * run_.config.seed + 1, 'train', **dict(fresh.items())
+    )
+    self._next = step * self._config.sequences
+    self.asked_s = 0.0
+
+  def next_batch(self) -> list[pack_lib.Example]:
+    """Returns the examples of one step; too long traces are left out."""
+    self.asked_s = time.monotonic()
+    examples = []
+    weight = np.array([0.0, 1.0, self._config.observation_weight], np.float32)
+    for index in range(self._next, self._next + self._config.sequences):
+      task = self._source[index]
+      turns = expert.simulate(task, index, self._noise, self._turns)
+      tokens, kinds = self._chat.trace_ids(task.prompt, turns)
+      if len(tokens) <= self._limit:
+        examples.append(pack_lib.from_text(tokens, weight[kinds]))
+    self._next += self._config.sequences
+    return examples
