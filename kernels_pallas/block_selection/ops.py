@@ -25,7 +25,12 @@ def page_means(kv_MCKh, *, numerics: nx.Numerics, impl: str = 'auto'):
 
   Returns:
     float32 [M, K, H]; meaningless for pages that are not full.
+
+  Raises:
+    ValueError: if the pages are not [M, C, K, 2H].
   """
+  if kv_MCKh.ndim != 4 or kv_MCKh.shape[3] % 2:
+    raise ValueError(f'kv_MCKh {kv_MCKh.shape}: expected [M, C, K, 2H]')
   fun = nx.choose(impl, IMPLS, 'page_means').page_means
   return fun(kv_MCKh, numerics)
 
@@ -49,16 +54,21 @@ def select_pages(
     then by position, -1 where fewer pages lie in the past.
 
   Raises:
-    ValueError: if topk < 1 or the heads do not fit.
+    ValueError: if topk < 1, page_size < 1 or the heads do not fit.
   """
   if topk < 1:
     raise ValueError(f'topk={topk}: at least 1 is needed')
+  if page_size < 1:
+    raise ValueError(f'page_size={page_size}: at least 1 is needed')
   if (
-      q_TNH.shape[1] % means_MKH.shape[1]
+      q_TNH.ndim != 3
+      or means_MKH.ndim != 3
+      or q_TNH.shape[1] % means_MKH.shape[1]
       or q_TNH.shape[2] != means_MKH.shape[2]
   ):
     raise ValueError(
-        f'q_TNH {q_TNH.shape} does not fit means {means_MKH.shape}'
+        f'q_TNH {q_TNH.shape} and means_MKH {means_MKH.shape}: expected'
+        ' [T, N, H] and [M, K, H], N a multiple of K'
     )
   fun = nx.choose(impl, IMPLS, 'select_pages').select_pages
   return fun(q_TNH, means_MKH, layout, page_size, topk, numerics)

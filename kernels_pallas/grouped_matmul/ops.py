@@ -47,7 +47,14 @@ def plan(experts_Tk, num_experts: int) -> Plan:
 
   Returns:
     The plan; its number of tiles depends on shapes only.
+
+  Raises:
+    ValueError: if the experts are not [T, topk] or num_experts < 1.
   """
+  if experts_Tk.ndim != 2:
+    raise ValueError(f'experts_Tk {experts_Tk.shape}: expected [T, topk]')
+  if num_experts < 1:
+    raise ValueError(f'num_experts={num_experts}: at least 1 is needed')
   flat = experts_Tk.reshape(-1)
   slots = flat.size
   tiles = -(-slots // GROUP_TILE) + num_experts
@@ -124,7 +131,16 @@ def combine(y_RD, weights_Tk, plan_: Plan, *, numerics: nx.Numerics):
 
   Returns:
     float32 [T, D]; the caller rounds.
+
+  Raises:
+    ValueError: on shapes that do not fit.
   """
+  slots, rows = plan_.row_of_slot_Tk.shape, plan_.slot_of_row_R.shape
+  if weights_Tk.shape != slots or y_RD.shape[:1] != rows:
+    raise ValueError(
+        f'y_RD {y_RD.shape} and weights_Tk {weights_Tk.shape}: the plan needs'
+        f' [{rows[0]}, D] and {slots}'
+    )
   y_TkD = _slots(y_RD, plan_).astype(nx.F32)
   parts = numerics.keep(y_TkD * weights_Tk[..., None])
   total = parts[:, 0]
@@ -152,6 +168,8 @@ def grouped_matmul(
     ValueError: on shapes that do not fit.
   """
   rows = plan_.slot_of_row_R.shape[0]
+  if w_EDF.ndim != 3:
+    raise ValueError(f'w_EDF {w_EDF.shape}: expected [E, D, F]')
   if x_RD.shape != (rows, w_EDF.shape[1]):
     raise ValueError(
         f'x_RD {x_RD.shape}: the plan and w_EDF {w_EDF.shape} need'

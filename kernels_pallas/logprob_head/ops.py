@@ -41,13 +41,23 @@ def logprobs(
   """
   if not temperature > 0:
     raise ValueError(f'temperature={temperature}: must be above 0')
-  if x_TD.shape[1] != w_DV.shape[0] or x_TD.shape[:1] != targets_T.shape:
-    raise ValueError(
-        f'x_TD {x_TD.shape}, w_DV {w_DV.shape}, targets_T {targets_T.shape}:'
-        ' expected [T, D], [D, V], [T]'
-    )
+  _check(x_TD, w_DV, targets_T, 'targets_T', numerics)
   fun = nx.choose(impl, IMPLS, 'logprobs').logprobs
   return _logprobs(x_TD, w_DV, targets_T, float(temperature), numerics, fun)
+
+
+def _check(x, w, rest, name, numerics):
+  if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+    raise ValueError(
+        f'x_TD {x.shape} and w_DV {w.shape}: expected [T, D] and [D, V]'
+    )
+  if rest.shape != x.shape[:1]:
+    raise ValueError(f'{name} {rest.shape}: x_TD needs {x.shape[:1]}')
+  if numerics.exact and x.shape[0] % nx.ROW_TILE:
+    raise ValueError(
+        f'x_TD {x.shape}: {x.shape[0]} rows, a multiple of {nx.ROW_TILE} is'
+        ' needed'
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -63,7 +73,8 @@ def _forward(x, w, targets, temperature, numerics, fun):
 def _backward(temperature, numerics, fun, saved, grads):
   del fun
   x, w, targets = saved
-  dx, dw = xla.backward(x, w, targets, *grads, temperature, numerics)
+  g_logp, g_entropy = grads
+  dx, dw = xla.backward(x, w, targets, g_logp, g_entropy, temperature, numerics)
   return dx.astype(x.dtype), dw.astype(w.dtype), None
 
 
@@ -78,6 +89,7 @@ def sample(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
+    noise=1.0,
     numerics,
     impl='auto',
 ):
@@ -94,6 +106,8 @@ def sample(
     temperature: >= 0; 0 is greedy, its log-prob is taken at temperature 1.
     top_k: draw from the k most likely tokens; 0 for all.
     top_p: draw from the smallest set whose mass reaches top_p; in (0, 1].
+    noise: factor of the noise, a number or a traced scalar; 0 draws greedily at
+      the same temperature, in the same program.
     numerics: rounding and summation rules.
     impl: 'auto', 'xla' or 'reference'.
 
@@ -101,18 +115,19 @@ def sample(
     tokens int32 [T] and their float32 log-probs [T].
 
   Raises:
-    ValueError: on a temperature, top_k or top_p outside its range.
+    ValueError: on a temperature, top_k or top_p outside its range, or shapes
+      that do not fit.
   """
   check_sampling(temperature, top_k, top_p)
+  _check(x_TD, w_DV, keys_T, 'keys_T', numerics)
   fun = nx.choose(impl, IMPLS, 'sample')
   divisor = temperature if temperature > 0 else 1.0
   z = fun.logits(x_TD, w_DV, divisor, numerics)
   if top_k or top_p < 1:
-    z = jnp.where(_support(z, top_k, top_p), z, -jnp.inf)
+    z = jnp.where(_support(z, top_k, top_p, numerics), z, -jnp.inf)
   if temperature > 0:
-    z = z + jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))(
-        keys_T
-    )
+    gumbel = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))
+    z = z + numerics.keep(gumbel(keys_T) * noise)
   tokens = jnp.argmax(z, -1).astype(jnp.int32)
   logp, _ = logprobs(
       x_TD, w_DV, tokens, temperature=divisor, numerics=numerics, impl=impl
@@ -130,12 +145,26 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     raise ValueError(f'top_p={top_p}: must be in (0, 1]')
 
 
-def _support(z_TV, top_k, top_p):
+def _support(z_TV, top_k, top_p, numerics):
   order = jnp.argsort(-z_TV, -1, stable=True)
   rank = jnp.argsort(order, -1, stable=True)
   keep = rank < (top_k or z_TV.shape[-1])
   if top_p < 1:
-    p = jax.nn.softmax(jnp.take_along_axis(z_TV, order, -1), -1)
-    before = jnp.cumsum(p, -1) - p  # mass of the tokens ahead of this one
-    keep &= jnp.take_along_axis(before, rank, -1) < top_p
+    z = jnp.take_along_axis(z_TV, order, -1)
+    p = numerics.keep(jnp.exp(z - z[:, :1]))
+    p = numerics.keep(p * (1 / numerics.tree_sum(p))[:, None])
+    ahead = jnp.take_along_axis(_mass_ahead(p, numerics), rank, -1)
+    keep &= ahead < top_p
   return keep | (rank == 0)
+
+
+def _mass_ahead(p_TV, numerics):
+  """Σ of the entries left of each one, by doubling strides of plain adds."""
+  if not numerics.exact:
+    return jnp.cumsum(p_TV, -1) - p_TV
+  shift = lambda x, by: jnp.pad(x[:, :-by], [(0, 0), (by, 0)])
+  total, stride = shift(p_TV, 1), 1
+  while stride < p_TV.shape[1]:
+    total = total + shift(total, stride)
+    stride *= 2
+  return total

@@ -34,7 +34,8 @@ def matmul(x_TD, w_DF, *, numerics: nx.Numerics, impl: str = 'auto'):
     )
   if numerics.exact and x_TD.shape[0] % nx.ROW_TILE:
     raise ValueError(
-        f'x_TD has {x_TD.shape[0]} rows: a multiple of {nx.ROW_TILE} is needed'
+        f'x_TD {x_TD.shape}: {x_TD.shape[0]} rows, a multiple of {nx.ROW_TILE}'
+        ' is needed'
     )
   fun = nx.choose(impl, IMPLS, 'matmul')
   return _matmul(x_TD, w_DF, fun, numerics)

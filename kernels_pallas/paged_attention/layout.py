@@ -65,11 +65,13 @@ def row_layout(positions_BT, page_size: int) -> Layout:
   Raises:
     ValueError: if rows are not whole pages or pages not whole tiles.
   """
+  if positions_BT.ndim != 2:
+    raise ValueError(f'positions_BT {positions_BT.shape}: expected [B, T]')
   rows, length = positions_BT.shape
-  if length % page_size or page_size % QUERY_TILE:
+  if page_size < 1 or page_size % QUERY_TILE or length % page_size:
     raise ValueError(
-        f'rows of {length} tokens, pages of {page_size}: rows must be whole'
-        f' pages and pages whole tiles of {QUERY_TILE}'
+        f'positions_BT {positions_BT.shape}, page_size={page_size}: rows must'
+        f' be whole pages and pages whole tiles of {QUERY_TILE}'
     )
   positions_T = positions_BT.reshape(-1)
   pages = rows * length // page_size
@@ -99,8 +101,11 @@ def from_tiles(x_tR, layout: Layout):
 
 
 def tile_facts(layout: Layout, page_size: int):
-  """Returns positions [tiles, QUERY_TILE] (-1 if empty), page-table rows
-  [tiles, W] and the current page [tiles] of each tile.
+  """Returns what the lanes of each tile have in common.
+
+  Returns:
+    positions [tiles, QUERY_TILE], -1 in empty lanes; page-table rows
+    [tiles, W]; the current page [tiles].
   """
   positions = to_tiles(layout.positions_T, layout, fill=-1)
   rows = to_tiles(layout.sequences_T, layout).max(-1)

@@ -1,0 +1,309 @@
+"""Log-prob head: by hand, in gradient, in support, in memory, in bits."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import numerics as nx
+from kernels_pallas.logprob_head import ops
+from kernels_pallas.logprob_head import xla
+from tests.kernels import samples
+
+F32 = samples.EXACT['float32']
+DTYPES = samples.DTYPES
+ROWS = nx.ROW_TILE
+
+
+def logprobs(dtype='float32', impl='xla', temperature=1.0):
+  num = samples.EXACT[dtype]
+  return lambda x, w, y: ops.logprobs(
+      x, w, y, temperature=temperature, numerics=num, impl=impl
+  )
+
+
+def sampler(dtype='float32', **options):
+  num = samples.EXACT[dtype]
+  options = {'temperature': 1.0, **options}
+  return nx.jit(lambda x, w, k: ops.sample(x, w, k, numerics=num, **options))
+
+
+def keys(count, seed=0):
+  return jax.random.split(jax.random.key(seed), count)
+
+
+def rows_of(logits):
+  """x and w such that every row of x w is `logits`."""
+  width = len(logits)
+  return np.ones((ROWS, 1), np.float32), np.reshape(logits, (1, width)).astype(
+      np.float32
+  )
+
+
+@pytest.mark.parametrize('impl', ['reference', 'xla'])
+def test_by_hand(impl):
+  x, w = rows_of([0, math.log(2), math.log(5)])
+  logp, entropy = nx.jit(logprobs(impl=impl))(x, w, np.arange(ROWS) % 3)
+  p = [1 / 8, 2 / 8, 5 / 8]
+  np.testing.assert_allclose(logp[:3], np.log(p), rtol=1e-6)
+  expected = -sum(v * math.log(v) for v in p)
+  np.testing.assert_allclose(entropy, [expected] * ROWS, rtol=1e-6)
+  # At temperature 1/2 the odds are squared.
+  half = nx.jit(logprobs(impl=impl, temperature=0.5))
+  logp, _ = half(x, w, np.arange(ROWS) % 3)
+  np.testing.assert_allclose(
+      logp[:3], np.log([1 / 30, 4 / 30, 25 / 30]), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize(
+    ('rows', 'vocab', 'temperature'),
+    [(64, 7, 1.0), (256, 1100, 0.7), (192, 512, 1.3)],
+)
+def test_values_and_gradients(dtype, rows, vocab, temperature):
+  x = samples.normal(0, (rows, 24), dtype)
+  w = samples.normal(1, (24, vocab), dtype, scale=0.3)
+  y = np.random.default_rng(2).integers(0, vocab, rows)
+  g = samples.normal(3, (rows,)), samples.normal(4, (rows,))
+
+  def run(impl):
+    fun = logprobs(dtype, impl, temperature)
+    return samples.gradients(lambda x, w: fun(x, w, y), (x, w), g)
+
+  # The derivative of the reference is plain differentiation of itself.
+  def reference(x, w):
+    return ops.reference.logprobs(x, w, y, temperature, samples.EXACT[dtype])
+
+  values, grads = run('xla')
+  expected, expected_grads = samples.gradients(reference, (x, w), g)
+  for a, b in zip((*values, *grads), (*expected, *expected_grads)):
+    samples.close(a, b)
+  for a, b in zip(run('reference')[1], grads):
+    samples.close(a, b)
+
+
+def test_extreme_logits_are_finite():
+  x, w = rows_of([0, 3e4, -3e4, 80])
+  logp, entropy = nx.jit(logprobs())(x, w, np.arange(ROWS) % 4)
+  np.testing.assert_array_equal(logp[:4], [-3e4, 0, -6e4, 80 - 3e4])
+  np.testing.assert_array_equal(entropy, np.zeros(ROWS))
+
+
+def biggest(jaxpr):
+  """Sizes of all arrays of a program, also of its loops and branches."""
+  for eqn in jaxpr.eqns:
+    for v in eqn.outvars:
+      yield v.aval.size
+    for value in eqn.params.values():
+      for part in value if isinstance(value, (tuple, list)) else (value,):
+        inner = getattr(part, 'jaxpr', part)
+        if hasattr(inner, 'eqns'):
+          yield from biggest(inner)
+
+
+@pytest.mark.parametrize('count', [512, 320])
+def test_tokens_by_vocabulary_is_never_built(count):
+  width, vocab = 8, 1100
+  x, w = jnp.ones((count, width)), jnp.ones((width, vocab))
+  y = jnp.zeros(count, jnp.int32)
+
+  def loss(x, w):
+    logp, entropy = logprobs()(x, w, y)
+    return (logp + entropy).sum()
+
+  gradient = jax.value_and_grad(loss, (0, 1))
+  limit = max(xla.BACKWARD_ROWS, width) * vocab
+  assert max(biggest(jax.make_jaxpr(gradient)(x, w).jaxpr)) <= limit
+  text = nx.jit(gradient).lower(x, w).compile().as_text()
+  shapes = {
+      tuple(map(int, s.split(',')))
+      for s in re.findall(r'f32\[([\d,]+)\]', text)
+  }
+  assert (count, width) in shapes
+  assert max(math.prod(s) for s in shapes) <= limit
+  # The search can fail: the sampler does build it.
+  drawn = jax.make_jaxpr(
+      lambda x, w, k: ops.sample(x, w, k, temperature=1.0, numerics=F32)
+  )(x, w, keys(count))
+  assert max(biggest(drawn.jaxpr)) == count * vocab
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_logprobs_are_pure(dtype):
+  x = samples.normal(0, (192, 24), dtype)
+  w = samples.normal(1, (24, 600), dtype)
+  y = np.random.default_rng(2).integers(0, 600, 192)
+  fun = nx.jit(logprobs(dtype, temperature=0.9))
+  full = fun(x, w, y)
+  order = np.random.default_rng(3).permutation(192)
+  for a, b in zip(fun(x[order], w, y[order]), full):
+    samples.same_bits(a, np.asarray(b)[order])
+  few = samples.nan_but((64, 24), {60: x[100]})
+  target = samples.nan_but(64, {60: y[100]}, np.int32, 0)
+  for a, b in zip(fun(few, w, target), full):
+    samples.same_bits(np.asarray(a)[60], np.asarray(b)[100])
+
+  def loss(x, w):
+    out = logprobs(dtype, temperature=0.9)(x, w, y)
+    return (out[0] + out[1]).sum(), out
+
+  gradient = nx.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+  for a, b in zip(gradient(x, w)[0][1], full):
+    samples.same_bits(a, b)
+
+
+# Sampling.
+
+
+def test_greedy():
+  x, w = samples.normal(0, (128, 24)), samples.normal(1, (24, 600))
+  tokens, logp = sampler(temperature=0.0)(x, w, keys(128))
+  z = x.astype(np.float64) @ w
+  np.testing.assert_array_equal(tokens, z.argmax(-1))
+  samples.same_bits(logp, nx.jit(logprobs())(x, w, tokens)[0])
+  x, w = rows_of([1, 2, 2, 0])
+  assert set(np.asarray(sampler(temperature=0.0)(x, w, keys(64))[0])) == {1}
+
+
+def support(top_k, top_p):
+  return nx.jit(lambda z: ops._support(z, top_k, top_p, F32))
+
+
+P = np.asarray([0.05, 0.4, 0.15, 0.3, 0.1])
+
+
+@pytest.mark.parametrize(
+    ('top_k', 'top_p', 'expected'),
+    [
+        (0, 1.0, [0, 1, 2, 3, 4]),
+        (2, 1.0, [1, 3]),
+        (1, 1.0, [1]),
+        (9, 1.0, [0, 1, 2, 3, 4]),
+        (0, 0.39, [1]),
+        (0, 0.6, [1, 3]),
+        (0, 0.72, [1, 2, 3]),
+        (0, 1e-9, [1]),
+        (2, 0.9, [1, 3]),
+        (4, 0.6, [1, 3]),
+    ],
+)
+def test_support(top_k, top_p, expected):
+  kept = support(top_k, top_p)(np.log([P, P[::-1]]).astype(np.float32))
+  assert np.flatnonzero(kept[0]).tolist() == expected
+  np.testing.assert_array_equal(kept[1], kept[0][::-1])
+
+
+@pytest.mark.parametrize(
+    ('top_k', 'top_p', 'support'),
+    [(0, 1.0, [0, 1, 2, 3, 4]), (4, 0.72, [1, 2, 3])],
+)
+def test_frequencies(top_k, top_p, support):
+  """Draws follow the softmax on the support (χ², its 0.999 quantile)."""
+  x, w = rows_of(np.log(P))
+  count = 1024
+  x = np.ones((count, 1), np.float32)
+  fun = sampler(top_k=top_k, top_p=top_p)
+  tokens, logp = fun(x, w, keys(count, seed=top_k))
+  seen = np.bincount(np.asarray(tokens), minlength=5)
+  assert sorted(np.flatnonzero(seen)) == support
+  expected = count * P[support] / P[support].sum()
+  chi2 = ((seen[support] - expected) ** 2 / expected).sum()
+  assert chi2 < {3: 13.8, 5: 18.5}[len(support)]
+  # The recorded log-prob is that of the whole softmax.
+  np.testing.assert_allclose(logp, np.log(P)[np.asarray(tokens)], rtol=1e-5)
+
+
+def test_temperature_changes_the_frequencies():
+  x, w = rows_of(np.log(P))
+  x = np.ones((2048, 1), np.float32)
+  tokens, logp = sampler(temperature=2.0)(x, w, keys(2048))
+  flat = np.sqrt(P) / np.sqrt(P).sum()
+  seen = np.bincount(np.asarray(tokens), minlength=5)
+  assert ((seen - 2048 * flat) ** 2 / (2048 * flat)).sum() < 18.5
+  np.testing.assert_allclose(logp, np.log(flat)[np.asarray(tokens)], rtol=1e-5)
+
+
+def test_ties_keep_the_support_small():
+  z = np.ones((3, 4), np.float32)
+  for top_k, top_p, size in ((2, 1.0, 2), (0, 0.7, 3), (1, 0.7, 1)):
+    kept = support(top_k, top_p)(z)
+    np.testing.assert_array_equal(kept, [[i < size for i in range(4)]] * 3)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('options', [{}, dict(top_p=0.8, top_k=50)])
+def test_draws_are_pure(dtype, options):
+  x = samples.normal(0, (192, 24), dtype)
+  w = samples.normal(1, (24, 600), dtype, scale=0.3)
+  key = keys(192)
+  fun = sampler(dtype, temperature=0.8, **options)
+  full = fun(x, w, key)
+  order = np.random.default_rng(3).permutation(192)
+  for a, b in zip(fun(x[order], w, key[order]), full):
+    samples.same_bits(a, np.asarray(b)[order])
+  few = samples.nan_but((64, 24), {60: x[100]})
+  other = keys(64, seed=9).at[60].set(key[100])
+  for a, b in zip(fun(few, w, other), full):
+    samples.same_bits(np.asarray(a)[60], np.asarray(b)[100])
+  learner = nx.jit(logprobs(dtype, temperature=0.8))(x, w, full[0])[0]
+  samples.same_bits(learner, full[1])
+  assert (np.asarray(fun(x, w, keys(192, seed=9))[0]) != full[0]).any()
+
+
+def test_mass_ahead_in_bits():
+  p = np.exp(samples.normal(0, (5, 600)))
+  p /= p.sum(-1, keepdims=True)
+  fun = nx.jit(lambda p: ops._mass_ahead(p, F32))
+  ahead = np.asarray(fun(p))
+  exact = np.cumsum(np.asarray(p, np.float64), -1) - np.asarray(p)
+  np.testing.assert_allclose(ahead, exact, atol=1e-6)
+  assert not ahead[:, 0].any()
+  alone = np.asarray(fun(p[3:4]))
+  samples.same_bits(alone[0], ahead[3])
+
+
+@pytest.mark.parametrize(
+    ('options', 'match'),
+    [
+        (dict(top_p=0.0), r'top_p=0.0: must be in \(0, 1\]'),
+        (dict(top_p=1.01), r'top_p=1.01: must be in \(0, 1\]'),
+        (dict(top_p=-1), r'top_p=-1: must be in \(0, 1\]'),
+        (dict(top_p=math.nan), r'top_p=nan'),
+        (dict(temperature=-0.1), r'temperature=-0.1: must be 0 \(greedy\)'),
+        (dict(temperature=math.nan), r'temperature=nan'),
+        (dict(top_k=-1), r'top_k=-1: must be 0 \(all\) or above'),
+        (dict(impl='fast'), "impl='fast' of sample: allowed"),
+    ],
+)
+def test_bad_sampling_options(options, match):
+  x, w = rows_of([0, 1])
+  with pytest.raises(ValueError, match=match):
+    sampler(**options)(x, w, keys(ROWS))
+
+
+@pytest.mark.parametrize(
+    ('x', 'w', 'y', 'match'),
+    [
+        ((64, 3), (4, 5), 64, r'x_TD \(64, 3\) and w_DV \(4, 5\)'),
+        ((64, 4), (4,), 64, r'w_DV \(4,\): expected \[T, D\] and \[D, V\]'),
+        ((64, 4), (4, 5), 63, r'targets_T \(63,\): x_TD needs \(64,\)'),
+        ((60, 4), (4, 5), 60, r'x_TD \(60, 4\): 60 rows, a multiple of 64'),
+    ],
+)
+def test_bad_shapes(x, w, y, match):
+  x, w = jnp.zeros(x), jnp.zeros(w)
+  with pytest.raises(ValueError, match=match):
+    logprobs()(x, w, jnp.zeros(y, jnp.int32))
+  with pytest.raises(ValueError, match=match.replace('targets_T', 'keys_T')):
+    sampler()(x, w, keys(y))
+
+
+@pytest.mark.parametrize('temperature', [0.0, -1.0, math.nan])
+def test_bad_temperature(temperature):
+  x, w = rows_of([0, 1])
+  with pytest.raises(ValueError, match=f'temperature={temperature}: must be'):
+    logprobs(temperature=temperature)(x, w, jnp.zeros(ROWS, jnp.int32))

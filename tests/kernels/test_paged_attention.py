@@ -1,0 +1,284 @@
+"""Paged attention: by hand, against one softmax, in rows, in bits."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import numerics as nx
+from kernels_pallas.paged_attention import layout as layouts
+from kernels_pallas.paged_attention import ops
+from tests.kernels import samples
+from tests.kernels import streams
+
+DTYPES = samples.DTYPES
+MODES = ('full', 'window', 'block')
+WINDOW, TOPK = 11, 2
+PACK = [[0, 4], [1, 2, 3], [3, 0]]  # rows of 5, 4 and 3 pages
+
+
+def chosen(place, count):
+  """Some past pages of each token, differing between heads; a fixed rule."""
+  out = np.full((count, streams.KV_HEADS, TOPK), -1, np.int32)
+  for i, p in enumerate(place):
+    past = p[1] // streams.PAGE if p else 0
+    for head in range(streams.KV_HEADS if past else 0):
+      first = (p[1] + head) % past
+      out[i, head, 0] = first
+      if past > 1 and p[1] % 3:
+        out[i, head, 1] = (first + 1) % past
+  return jnp.asarray(out)
+
+
+def attention(dtype, mode, impl='xla', direct=False):
+  """Returns (q, kv, layout, selected) -> out."""
+  num = samples.EXACT[dtype]
+  window = WINDOW if mode == 'window' else None
+
+  def run(q, kv, layout, selected):
+    selected = selected if mode == 'block' else None
+    if direct:  # differentiable as it stands
+      return ops.reference.attend(q, kv, layout, selected, window, num)[0]
+    return ops.paged_attention(
+        q,
+        kv,
+        layout,
+        numerics=num,
+        window=window,
+        selected_TKj=selected,
+        impl=impl,
+    )
+
+  return run
+
+
+@functools.cache
+def attend(dtype, mode, impl='xla'):
+  return nx.jit(attention(dtype, mode, impl))
+
+
+def in_stream(data, dtype, mode, chunks, *, impl='xla', seed=0, tiles=40):
+  kv, table = streams.pool(data, seed)
+  q, layout, place = streams.stream(data, table, chunks, 128, tiles)
+  selected = chosen(place, 128)
+  out = attend(dtype, mode, impl)(q, kv, layout, selected)
+  assert not np.any(np.asarray(out)[len(place) :]), 'rows in no tile are zero'
+  return streams.by_place(out, place)
+
+
+def in_rows(data, dtype, mode, *, impl='xla', fill=0.0, pack=PACK):
+  q, kv, layout, place = streams.packed(data, pack, 80, fill)
+  out = attend(dtype, mode, impl)(q, kv, layout, chosen(place, len(q)))
+  return streams.by_place(out, place)
+
+
+def same(a, b):
+  for key in a.keys() & b.keys():
+    samples.same_bits(a[key], b[key])
+
+
+# By hand.
+
+
+def hand(keys, values, query, position, table=((1, 0),), **options):
+  """One query of width 4 over two pages of 8; impl by impl."""
+  kv = np.full((3, 8, 1, 8), np.nan, np.float32)
+  for i, (k, v) in enumerate(zip(keys, values)):
+    kv[table[0][i // 8], i % 8, 0] = [k, 0, 0, 0, v, 0, 0, 0]
+  tiles = np.full((1, 8), 8, np.int32)
+  tiles[0, position % 8] = 0
+  place = np.full(8, 8, np.int32)
+  place[0] = position % 8
+  layout = layouts.Layout(
+      jnp.full(8, position),
+      jnp.zeros(8, jnp.int32),
+      jnp.asarray(table),
+      jnp.asarray(tiles),
+      jnp.asarray(place),
+  )
+  q = np.zeros((8, 1, 4), np.float32)
+  q[0, 0, 0] = query
+  selected = options.pop('selected_TKj', None)
+  run = compiled(**options)
+  return float(run(q, kv, layout, selected)[0, 0, 0])
+
+
+@functools.cache
+def compiled(**options):
+  num = samples.EXACT['float32']
+  return nx.jit(
+      lambda q, kv, layout, selected: ops.paged_attention(
+          q, kv, layout, numerics=num, selected_TKj=selected, **options
+      )
+  )
+
+
+@pytest.mark.parametrize('impl', ['reference', 'xla'])
+def test_by_hand(impl):
+  log2 = 2 * math.log(2)  # divided by √4, a key of 1 doubles the weight
+  run = functools.partial(hand, impl=impl)
+  assert run([5.0], [7.0], log2, 0) == pytest.approx(7)
+  assert run([0, 1], [3, 6], log2, 1) == pytest.approx(5)
+  # Not yet visible keys have no part; weights 1 : 2 : 4.
+  assert run([0, 1, 2, 9], [7, 14, 21, 99], log2, 2) == pytest.approx(17)
+  # Nine keys lie on two pages; the ninth weighs 8.
+  values = [1.0] * 8 + [10.0]
+  assert run([0] * 8 + [3], values, log2, 8) == pytest.approx(5.5)
+  window = functools.partial(run, [0] * 9, list(range(9)), 1.0, 8)
+  assert window(window=1) == pytest.approx(8)
+  assert window(window=2) == pytest.approx(7.5)
+  assert window(window=3) == pytest.approx(7)
+  assert window(window=50) == pytest.approx(4)
+  pick = lambda page: jnp.full((8, 1, 1), page)
+  assert window(selected_TKj=pick(-1)) == pytest.approx(8)
+  assert window(selected_TKj=pick(0)) == pytest.approx(4)
+
+
+def test_reference_groups_heads():
+  """Query heads 0 and 1 read KV head 0, heads 2 and 3 read KV head 1."""
+  data = streams.world(lengths=(1,))
+  out = in_stream(data, 'float32', 'full', [(0, 0, 1)], impl='reference')[0, 0]
+  values = data.kv[0][0, :, streams.WIDTH :]
+  np.testing.assert_allclose(out, values[[0, 0, 1, 1]], rtol=1e-6)
+
+
+# Against the reference; pools are full of NaN where nobody wrote.
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_stream_values(dtype, mode):
+  data = streams.world(dtype)
+  chunks = streams.whole(data)
+  ours = in_stream(data, dtype, mode, chunks)
+  expected = in_stream(data, dtype, mode, chunks, impl='reference')
+  assert len(ours) == sum(data.lengths)
+  for key, row in expected.items():
+    samples.close(ours[key], row, dtype)
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_row_values_and_gradients(dtype, mode):
+  data = streams.world(dtype)
+  q, kv, layout, place = streams.packed(data, PACK, 80)
+  g = np.array(samples.normal(9, q.shape, dtype))
+  g[[i for i, p in enumerate(place) if p is None]] = 0  # padding has no loss
+  selected = chosen(place, len(q))
+
+  def run(fun):
+    return samples.gradients(
+        lambda q, kv: fun(q, kv, layout, selected), (q, kv), g
+    )
+
+  out, grads = run(attention(dtype, mode))
+  expected, expected_grads = run(attention(dtype, mode, direct=True))
+  ours, theirs = (streams.by_place(x, place) for x in (out, expected))
+  for key, row in theirs.items():
+    samples.close(ours[key], row, dtype)
+  for a, b in zip(grads, expected_grads):
+    samples.close(a, b, dtype)
+    assert np.abs(np.asarray(a)).max() > 0.1
+  # The gradient program's own forward has the bits of the plain one.
+  samples.same_bits(out, attend(dtype, mode)(q, kv, layout, selected))
+
+
+# Bits.
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_a_row_is_pure(dtype, mode):
+  data = streams.world(dtype)
+  full = in_stream(data, dtype, mode, streams.whole(data))
+  # Other chunks in another order over other pages.
+  for seed in (1, 2):
+    cut = streams.pieces(data, seed)
+    out = in_stream(data, dtype, mode, cut, seed=seed)
+    assert out.keys() == full.keys()
+    same(out, full)
+  # Single tokens, other company, another number of tiles.
+  last = [(s, n - 1, 1) for s, n in reversed([*enumerate(data.lengths)])]
+  same(in_stream(data, dtype, mode, last, seed=3, tiles=7), full)
+  # The learner's rows, whatever fills the padding.
+  rows = in_rows(data, dtype, mode)
+  assert rows.keys() == full.keys()
+  same(rows, full)
+  same(in_rows(data, dtype, mode, fill=1e4), full)
+  same(in_rows(data, dtype, mode, pack=[[4], [2, 1], [0, 3]]), full)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_nan_sequence_harms_no_other(mode):
+  data = streams.world()
+  clean = in_rows(data, 'float32', mode)
+  data.q[4][:], data.kv[4][:] = np.nan, np.nan
+  out = in_rows(data, 'float32', mode)
+  assert np.isnan(out[4, 7]).all()
+  for key in clean:
+    if key[0] != 4:
+      samples.same_bits(out[key], clean[key])
+
+
+# Bad input.
+
+
+def test_row_layout_by_hand():
+  positions = jnp.asarray([[*range(16), *range(8)], [*range(8), *range(16)]])
+  layout = layouts.row_layout(positions, 8)
+  np.testing.assert_array_equal(layout.sequences_T[::8], [0, 0, 2, 3, 4, 4])
+  np.testing.assert_array_equal(layout.page_table_SW[0], [0, 1, 2])
+  np.testing.assert_array_equal(layout.page_table_SW[4], [4, 5, 5])
+  moved = layout.shift_pages(10)
+  np.testing.assert_array_equal(moved.page_table_SW[0], [10, 11, 12])
+
+
+@pytest.mark.parametrize(
+    ('shape', 'page', 'match'),
+    [
+        ((2, 24), 16, r'positions_BT \(2, 24\), page_size=16: rows must be'),
+        ((2, 24), 12, r'page_size=12: .* whole tiles of 8'),
+        ((2, 24), 0, r'page_size=0'),
+        ((24,), 8, r'positions_BT \(24,\): expected \[B, T\]'),
+    ],
+)
+def test_bad_row_layout(shape, page, match):
+  with pytest.raises(ValueError, match=match):
+    layouts.row_layout(jnp.zeros(shape, jnp.int32), page)
+
+
+@pytest.mark.parametrize(
+    ('change', 'match'),
+    [
+        (dict(q=(48, 4, 6)), r'q_TNH \(48, 4, 6\) and kv_MCKh'),
+        (dict(q=(48, 4)), r'q_TNH \(48, 4\) and kv_MCKh'),
+        (dict(q=(48, 3, 8)), '3 query heads, a multiple of the 2 KV heads'),
+        (dict(kv=(4, 12, 2, 16)), 'pages of 12 tokens, a multiple of 8'),
+        (dict(kv=(4, 16, 2, 16)), '4 pages of 16, but the rows hold 48'),
+        (dict(kv=(3, 16, 16)), r'kv_MCKh \(3, 16, 16\)'),
+        (dict(q=(40, 4, 8)), r'layout.positions_T \(48,\)'),
+        (dict(window=0), 'window=0: a positive window'),
+        (dict(window=4, selected=(48, 2, 1)), 'no selection beside it'),
+        (
+            dict(selected=(48, 1, 1)),
+            r'selected_TKj \(48, 1, 1\): expected \[48',
+        ),
+        (dict(impl='cuda'), "impl='cuda' of paged_attention: allowed"),
+    ],
+)
+def test_bad_input(change, match):
+  args = dict(q=(48, 4, 8), kv=(3, 16, 2, 16), selected=None) | change
+  layout = layouts.row_layout(jnp.arange(48).reshape(1, -1), 16)
+  selected = args['selected'] and jnp.zeros(args['selected'], jnp.int32)
+  with pytest.raises(ValueError, match=match):
+    ops.paged_attention(
+        jnp.zeros(args['q']),
+        jnp.zeros(args['kv']),
+        layout,
+        numerics=samples.FREE,
+        window=args.get('window'),
+        selected_TKj=selected,
+        impl=args.get('impl', 'auto'),
+    )
