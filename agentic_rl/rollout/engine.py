@@ -251,6 +251,13 @@ class Engine:
     """True if a step would do something."""
     return any(s is not None and _pending(s) for s in self._slots)
 
+  @property
+  def reading(self) -> bool:
+    """True while some sequence has tokens to read before it can draw."""
+    return any(
+        s is not None and len(s.tokens) - s.done > 1 for s in self._slots
+    )
+
   def length(self, slot: int) -> int:
     """Tokens of the sequence so far."""
     return len(self._sequence(slot).tokens)

@@ -1,0 +1,76 @@
+"""Benchmarks.
+
+  python launch/bench.py invariance [--config=configs/swe.py] [--json=FILE]
+
+`invariance` prints tokens per second of sampler and learner, and how much
+slower they are than the same code without exactness. `--json=FILE` writes the
+figures ('-': standard output). The exit code is 1 when a ratio is above
+`--limit`.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from configs import common
+
+
+def _invariance(args):
+  config = common.load(args.config)
+  from agentic_rl import setup_run
+  from agentic_rl.diagnostics import invariance
+  from agentic_rl.policy import config as policy_config
+
+  setup_run.reuse_freed_memory()
+  cfg = policy_config.PolicyConfig(
+      vocab=config.tokenizer.vocab_size, **dict(config.policy.items())
+  )
+  report = invariance.measure(
+      cfg,
+      sequences=config.rollout.max_sequences,
+      rows=config.learner.rows,
+      row_tokens=config.learner.row_tokens,
+      rounds=args.rounds,
+      note=lambda text: print(text, file=sys.stderr),
+  )
+  names = ('sampler_ratio', 'learner_ratio')
+  report['holds'] = all(report[n] <= args.limit for n in names)
+  text = '\n'.join(
+      f'{k:28s} {v:.4g}' if isinstance(v, float) else f'{k:28s} {v}'
+      for k, v in report.items()
+  )
+  return report, text
+
+
+def _parse(argv):
+  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  commands = parser.add_subparsers(required=True)
+  bench = commands.add_parser('invariance')
+  bench.set_defaults(run=_invariance)
+  bench.add_argument('--config', default='configs/swe.py')
+  bench.add_argument('--rounds', type=int, default=9)
+  bench.add_argument('--limit', type=float, default=1.3)
+  bench.add_argument('--json', default='', metavar='FILE')
+  return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+  """Runs a benchmark; returns 0, 1 if it misses its limit, 2 on bad input."""
+  args = _parse(argv)
+  try:
+    report, text = args.run(args)
+  except (OSError, ValueError, common.ConfigError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  if args.json not in ('', '-'):
+    content = json.dumps(report, indent=2) + '\n'
+    pathlib.Path(args.json).write_text(content, encoding='utf-8')
+  print(json.dumps(report, indent=2) if args.json == '-' else text)
+  return 0 if report['holds'] else 1
+
+
+if __name__ == '__main__':
+  sys.exit(main())
