@@ -234,7 +234,7 @@ class Engine:
       Its tokens and the routes [T, L_moe, topk], -1 for tokens never read.
     """
     seq = self._sequence(slot)
-    for page in seq.pages:
+    for page in reversed(seq.pages):  # a tail is evicted before its beginning
       self.pages.release(page)
     self._slots[slot] = None
     self._reserved -= self.cfg.pages_per_sequence

@@ -75,10 +75,14 @@ class PagePool:
     return page
 
   def release(self, page: int) -> None:
-    """Gives up one ownership; a known page stays idle until it is evicted."""
-    self._owners[page] -= 1
-    if self._owners[page] < 0:
+    """Gives up one ownership; a known page stays idle until it is evicted.
+
+    Raises:
+      ValueError: if nobody owns the page; nothing changes then.
+    """
+    if self._owners[page] < 1:
       raise ValueError(f'page {page} was released more often than owned')
+    self._owners[page] -= 1
     if self._owners[page] == 0:
       if page in self._key_of:
         self._idle[page] = None
