@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 from agentic_rl import setup_run
@@ -13,9 +14,17 @@ from agentic_rl.rollout import journal
 _FIRST_ID = 1 << 30
 
 
+class _Stopped(Exception):
+  """The user does not want to wait for the end of an evaluation."""
+
+
 def evaluate(
-    run: setup_run.Run, weights: Any, step: int, name: str
-) -> dict[str, Any]:
+    run: setup_run.Run,
+    weights: Any,
+    step: int,
+    name: str,
+    stop: threading.Event | None = None,
+) -> dict[str, Any] | None:
   """Solves the held-out tasks once by sampling and once greedily.
 
   Every evaluation uses the same tasks and random streams, so that two policies
@@ -26,6 +35,7 @@ def evaluate(
     weights: of the policy.
     step: iteration, for the logs.
     name: of the trajectory file.
+    stop: when set, nothing is kept and None is returned.
 
   Returns:
     solve: share solved by sampling; interval: its 95 % Wilson interval; greedy:
@@ -34,8 +44,13 @@ def evaluate(
   c = run.config.evaluation
   run.metrics.start_phase('heldout', None)
   run.engine.load_params(weights, step)
-  sampled, stats = _collect(run, c.tasks, _FIRST_ID, False)
-  greedy, _ = _collect(run, c.greedy_tasks, 2 * _FIRST_ID - 1 - (1 << 20), True)
+  stop = stop or threading.Event()
+  first_greedy = 2 * _FIRST_ID - 1 - (1 << 20)
+  try:
+    sampled, stats = _collect(run, c.tasks, _FIRST_ID, False, stop)
+    greedy, _ = _collect(run, c.greedy_tasks, first_greedy, True, stop)
+  except _Stopped:
+    return None
   path = journal.path_of(run.workdir, name, step)
   journal.write(path, [*sampled, *greedy])
   solved = [t.info['solved'] for t in sampled if not t.failed]
@@ -55,18 +70,21 @@ def evaluate(
   return result
 
 
-def _collect(run, count: int, first_id: int, greedy: bool):
+def _collect(run, count: int, first_id: int, greedy: bool, stop):
   requests = [
       collect.Request(first_id + i, task, run.config.seed)
       for i, task in enumerate(run.heldout[:count])
   ]
+  label = 'greedy' if greedy else 'sampled'
+
+  def progress(done: int, total: int) -> None:
+    if stop.is_set():
+      raise _Stopped
+    run.metrics.tick(0, f'{label} {done}/{total}')
+
   run.engine.greedy = greedy
   try:
-    label = 'greedy' if greedy else 'sampled'
-    return run.collector.collect(
-        requests,
-        lambda done, total: run.metrics.tick(0, f'{label} {done}/{total}'),
-    )
+    return run.collector.collect(requests, progress)
   finally:
     run.engine.greedy = False
 

@@ -6,10 +6,14 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import json
 import os
 import pathlib
 import resource
+import shutil
 from typing import Any, Iterator
+
+import jax
 
 from agentic_rl import checkpoint as checkpoint_lib
 from agentic_rl import credit
@@ -25,11 +29,30 @@ from agentic_rl.rollout import collect
 from agentic_rl.rollout import engine as engine_lib
 from agentic_rl.tasks import expert
 from agentic_rl.tasks import generate
+from agentic_rl.tasks import sampler as sampler_lib
 from agentic_rl.tasks import taskset
 from configs import common
-import jax
 
 RESOLVED = 'config.json'
+# The smallest value of fields that are counts.
+_LEAST = {
+    'seed': 0,
+    'tokenizer.corpus_tasks': 1,
+    'warm_start.steps': 0,
+    'warm_start.sequences': 1,
+    'warm_start.checkpoint_every': 1,
+    'rollout.tasks': 1,
+    'rollout.group': 1,
+    'rollout.max_sequences': 1,
+    'rollout.pool_pages': 0,
+    'learner.iterations': 1,
+    'learner.rows': 1,
+    'evaluation.tasks': 1,
+    'evaluation.greedy_tasks': 1,
+    'evaluation.every': 0,
+    'checkpoint.keep': 1,
+    'checkpoint.rl_every': 1,
+}
 # Fields that may change between the runs of one work directory.
 FREE = ('evaluation.every', 'checkpoint', 'alerts', 'env_pool')
 
@@ -40,6 +63,8 @@ class Run:
   Attributes:
     config: the resolved config.
     workdir: where everything is written.
+    fresh: whether the directory holds no run yet.
+    summary: of a run that is finished already; then nothing else is there.
     policy: shape of the policy.
     chat: the token format.
     heldout: tasks of the evaluation.
@@ -48,6 +73,7 @@ class Run:
     engine: the sampler.
     collector: runs rollouts.
     learner: of the reinforcement phase.
+    sampler: draws the tasks of the reinforcement phase.
     warm_start_s: seconds that the warm start took, in all runs together.
     earlier_s: the part of it that earlier processes spent.
   """
@@ -55,6 +81,8 @@ class Run:
   def __init__(self, config: Any, workdir: pathlib.Path):
     self.config, self.workdir = config, workdir
     self.stack = contextlib.ExitStack()
+    self.fresh = True
+    self.summary: dict[str, Any] | None = None
     self.policy: policy_config.PolicyConfig
     self.chat: chat_lib.Chat
     self.heldout: tuple[types.Task, ...]
@@ -63,9 +91,12 @@ class Run:
     self.engine: engine_lib.Engine
     self.collector: collect.Collector
     self.learner: update.Learner
+    self.sampler: sampler_lib.TaskSampler
     self.warm_start_s = 0.0
     self.earlier_s = 0.0
     self._checkpoints: dict[str, checkpoint_lib.Checkpointer] = {}
+    self._kept: dict[str, int] = {}
+    self._opened = False
 
   def checkpoints(self, phase: str) -> checkpoint_lib.Checkpointer:
     """Returns the checkpoints of a phase."""
@@ -74,9 +105,40 @@ class Run:
           checkpoint_lib.Checkpointer(
               self.workdir / 'checkpoints' / phase,
               keep=self.config.checkpoint.keep,
+              warn=lambda text: self.metrics.note(text),
           )
       )
     return self._checkpoints[phase]
+
+  def restore(
+      self, phase: str, tree: Any
+  ) -> tuple[int, Any, dict[str, Any]] | None:
+    """Restores the newest sound checkpoint of a phase, and its metrics.
+
+    Args:
+      phase: 'warm_start' or 'rl'.
+      tree: what to restore into.
+
+    Returns:
+      (step, tree, JSON state), or None if there is none.
+    """
+    saved = self.checkpoints(phase).restore_latest(tree)
+    if self._kept != _resume_steps(self):
+      # A corrupt checkpoint was set aside: forget what was logged after the
+      # one before it.
+      self.open_metrics()
+    return saved
+
+  def open_metrics(self) -> None:
+    """Opens the metrics where the newest checkpoints are."""
+    if self._opened:
+      self.metrics.close()
+    self._kept, self._opened = _resume_steps(self), True
+    self.metrics = self.stack.enter_context(
+        metrics_lib.Metrics(
+            self.workdir, resume=self._kept, alerts=_alerts(self.config)
+        )
+    )
 
   def open_checkpoints(self) -> Iterator[checkpoint_lib.Checkpointer]:
     """Yields those that were used."""
@@ -107,7 +169,12 @@ def setup(config: Any, workdir: pathlib.Path) -> Run:
   try:
     _prepare_process()
     _claim(run)
-    _build(run)
+    if not run.fresh:
+      run.summary = _finished(workdir)
+    if run.summary is None:
+      _build(run)
+    if run.fresh:  # nothing is wrong with this config: the directory is its own
+      common.save_resolved(config, workdir / RESOLVED)
   except ValueError as error:
     run.stack.close()
     raise common.ConfigError(str(error)) from error
@@ -131,18 +198,43 @@ def _claim(run: Run) -> None:
     raise common.ConfigError(
         f'workdir {run.workdir} is in use by another process'
     ) from None
-  if path.exists():
+  _check_counts(run.config)
+  run.fresh = not path.exists()
+  if not run.fresh:
     common.check_same(run.config, path, free=FREE)
-  else:
-    common.save_resolved(run.config, path)
+  # Halves of files that a killed run was writing.
+  for pattern in ('.*.tmp', 'trajectories/.*.tmp', '.*.partial'):
+    for half in run.workdir.glob(pattern):
+      shutil.rmtree(half) if half.is_dir() else half.unlink()
+
+
+def _check_counts(config: Any) -> None:
+  for path, least in _LEAST.items():
+    value = config
+    for key in path.split('.'):
+      value = value[key]
+    if value < least:
+      raise ValueError(f'{path}={value}: allowed is {least} or more')
+
+
+def _finished(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """Returns the summary of a finished run; it is written last."""
+  path = workdir / metrics_lib.SUMMARY
+  try:
+    return json.loads(path.read_text())
+  except FileNotFoundError:
+    return None
+  except ValueError as error:
+    raise common.ConfigError(f'{path} is damaged: {error}') from None
 
 
 def _build(run: Run) -> None:
   config = run.config
   run.heldout = _heldout(run)
   run.chat = chat_lib.Chat(_tokenizer(run))
-  run.policy = policy_config.PolicyConfig(
-      vocab=run.chat.tokenizer.vocab_size, **dict(config.policy.items())
+  run.policy = policy_config.make(
+      'small',
+      {'vocab': run.chat.tokenizer.vocab_size, **dict(config.policy.items())},
   )
   sampling = engine_lib.Sampling(**dict(config.sampling.items()))
   if not sampling.temperature > 0:
@@ -157,19 +249,25 @@ def _build(run: Run) -> None:
         " 'stop' and 'warn'"
     )
   run.learner = _learner(run, sampling)
+  if config.learner.row_tokens < run.policy.max_context:
+    raise ValueError(
+        f'learner.row_tokens={config.learner.row_tokens}: a row holds a whole'
+        f' sequence, policy.max_context={run.policy.max_context} tokens or more'
+    )
+  optimizer_from(config.warm_start.optimizer, max(1, config.warm_start.steps))
+  expert.Noise(**dict(config.warm_start.noise.items()))
+  run.sampler = sampler_lib.TaskSampler.create(
+      config.tasks.name,
+      2 * config.seed,
+      **common.options(config.tasks),
+  )
   longest = max(len(run.chat.prompt_ids(t.prompt)) for t in run.heldout)
   if longest + limits.action_tokens >= run.policy.max_context:
     raise ValueError(
         f'policy.max_context={run.policy.max_context}: a prompt of {longest}'
         f' tokens and an action of {limits.action_tokens} do not fit'
     )
-  run.metrics = run.stack.enter_context(
-      metrics_lib.Metrics(
-          run.workdir,
-          resume=_resume_steps(run),
-          alerts=_alerts(config),
-      )
-  )
+  run.open_metrics()
   run.pool = run.stack.enter_context(
       pool_lib.EnvPool(
           config.env.name,
@@ -218,7 +316,7 @@ def _heldout(run: Run) -> tuple[types.Task, ...]:
   c = run.config
   folder = run.workdir / 'heldout'
   count = max(c.evaluation.tasks, c.evaluation.greedy_tasks)
-  if folder.exists():
+  if folder.exists() and not run.fresh:
     return taskset.load(folder).tasks
   tasks = tuple(
       generate.generate_tasks(
@@ -234,14 +332,14 @@ def _heldout(run: Run) -> tuple[types.Task, ...]:
       {'name': 'swe', 'version': generate.GENERATOR_VERSION},
       common.plain(c.tasks.fresh),
   )
-  taskset.save(folder, made)
+  taskset.save(folder, made, overwrite=True)
   return tasks
 
 
 def _tokenizer(run: Run) -> tokenizer_lib.Tokenizer:
   """Trains the tokenizer, or loads that of this directory."""
   path = run.workdir / 'tokenizer.json'
-  if path.exists():
+  if path.exists() and not run.fresh:
     return tokenizer_lib.Tokenizer.load(path)
   c = run.config
   tasks = generate.generate_tasks(
@@ -265,7 +363,8 @@ def _resume_steps(run: Run) -> dict[str, int]:
     if saved:
       steps[phase] = saved[-1]
   if 'rl' in steps:
-    steps['heldout'] = steps['rl']
+    # The evaluation after the last iteration comes after its checkpoint.
+    steps['heldout'] = min(steps['rl'], run.config.learner.iterations - 1)
   return steps
 
 
@@ -278,11 +377,12 @@ def _alerts(config: Any):
 
 def _prepare_process() -> None:
   """Settings of the process: compilation cache and memory allocator."""
-  cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-  jax.config.update(
-      'jax_compilation_cache_dir', os.path.join(cache, 'agentic_rl', 'jax')
-  )
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+  if jax.config.jax_compilation_cache_dir is None:
+    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    jax.config.update(
+        'jax_compilation_cache_dir', os.path.join(cache, 'agentic_rl', 'jax')
+    )
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
   reuse_freed_memory()
 
 

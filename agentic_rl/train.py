@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+import jax
+
 from agentic_rl import checkpoint as checkpoint_lib
 from agentic_rl import credit
 from agentic_rl import evaluation
@@ -24,9 +26,7 @@ from agentic_rl import warm_start
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import journal
-from agentic_rl.tasks import sampler as sampler_lib
 from configs import common
-import jax
 
 SHOWN = (
     'rollout/solved', 'rollout/reward', 'rollout/turns',
@@ -86,21 +86,20 @@ def train(config, workdir, stop: threading.Event | None = None):
   # ---------------------------------------------------------------- setting up
   run = setup_run.setup(config, workdir)  # everything that can be wrong, first
   with run:
+    if run.summary is not None:
+      print(f'Finished already: see {workdir}/summary.json.')
+      return run.summary
+
     # -------------------------------------------------------------- warm start
     weights = warm_start.run(run, stop)
     if weights is None:
       return _stopped(run)
 
     # ------------------------------------------------------------------ resume
-    sampler = sampler_lib.TaskSampler.create(
-        config.tasks.name,
-        2 * config.seed,
-        split='train',
-        **common.options(config.tasks),
-    )
+    sampler = run.sampler
     state = State(weights, run.learner.init(weights))
     reference = jax.tree.map(lambda a: a.copy(), weights)
-    saved = run.checkpoints('rl').restore_latest(_tree(state))
+    saved = run.restore('rl', _tree(state))
     if saved is not None:
       state.iteration, tree, extra = saved
       state.weights, state.optimizer = tree['weights'], tree['optimizer']
@@ -111,7 +110,10 @@ def train(config, workdir, stop: threading.Event | None = None):
 
     # -------------------------------------------------------------- evaluation
     if not state.before:
-      state.before = evaluation.evaluate(run, state.weights, 0, 'before')
+      before = evaluation.evaluate(run, state.weights, 0, 'before', stop)
+      if before is None:
+        return _stopped(run)
+      state.before = before
 
     # --------------------------------------------------- reinforcement learning
     total = config.learner.iterations
@@ -160,7 +162,9 @@ def train(config, workdir, stop: threading.Event | None = None):
 
     # ----------------------------------------------------------------- finished
     _save(run, state, sampler)
-    after = evaluation.evaluate(run, state.weights, total, 'after')
+    after = evaluation.evaluate(run, state.weights, total, 'after', stop)
+    if after is None:
+      return _stopped(run)
     clock.update()
     return _finish(run, state, after)
 
@@ -269,7 +273,6 @@ def _finish(run: setup_run.Run, state: State, after) -> dict[str, Any]:
       'peak_memory_gb': round(setup_run.peak_memory_gb(), 2),
       'config_hash': common.config_hash(run.config),
   }
-  metrics_lib.write_summary(run.workdir / 'summary.json', summary)
   metrics_lib.learning_curve_png(
       run.workdir / 'learning_curve.png',
       run.metrics.rows('rl'),
@@ -279,6 +282,8 @@ def _finish(run: setup_run.Run, state: State, after) -> dict[str, Any]:
       ),  # fmt: skip
       title=f'Reinforcement learning, seed {run.config.seed}',
   )
+  # Last: a directory with a summary is finished.
+  metrics_lib.write_summary(run.workdir / 'summary.json', summary)
   low, high = (round(100 * x, 1) for x in before['interval'])
   low_after, high_after = (round(100 * x, 1) for x in after['interval'])
   run.metrics.note(

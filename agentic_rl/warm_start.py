@@ -10,6 +10,8 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+
 from agentic_rl import setup_run
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -18,7 +20,6 @@ from agentic_rl.policy import model
 from agentic_rl.tasks import expert
 from agentic_rl.tasks import sampler as sampler_lib
 from configs import common
-import numpy as np
 
 
 def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
@@ -44,7 +45,7 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
   )
   tree = {'weights': weights, 'optimizer': learner.init(weights)}
   step, before_s, began = 0, 0.0, time.monotonic()
-  saved = run_.checkpoints('warm_start').restore_latest(tree)
+  saved = run_.restore('warm_start', tree)
   if saved is not None:
     step, tree, extra = saved
     before_s = extra['seconds']

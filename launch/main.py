@@ -68,14 +68,21 @@ def main(argv) -> None:
   stop = stop_on_signals()
   from agentic_rl import checkpoint  # JAX loads only now
   from agentic_rl import train
+  from agentic_rl.envs import protocol
 
   try:
     train.train(config, workdir, stop=stop)
-  except (common.ConfigError, checkpoint.CheckpointError) as error:
-    sys.exit(f'error: {error}')
   except KeyboardInterrupt:
     print('aborted; the newest checkpoint is kept', file=sys.stderr)
     sys.exit(130)
+  except (
+      common.ConfigError,
+      checkpoint.CheckpointError,
+      protocol.EnvironmentFailure,
+      train.MismatchError,
+      OSError,  # the disk is full, a file may not be read
+  ) as error:
+    sys.exit(f'error: {error}')
 
 
 if __name__ == '__main__':
