@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentic_rl.policy import model
 import jax
 import optax
+
+from agentic_rl.policy import model
 
 # Matrices inside the layers; their last two axes are [in, out].
 _MATRICES = frozenset((

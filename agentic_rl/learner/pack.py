@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Iterable, Sequence
 
-from agentic_rl import types
 import numpy as np
+
+from agentic_rl import types
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,20 +11,21 @@ import dataclasses
 import functools
 from typing import Any, Mapping, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
 from agentic_rl import types
 from agentic_rl.learner import losses
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
 from agentic_rl.policy.config import PolicyConfig
-import jax
-from jax import lax
-import jax.numpy as jnp
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import ops as head_ops
 from kernels_pallas.paged_attention import layout as layouts
-import numpy as np
-import optax
 
 
 @dataclasses.dataclass(frozen=True)

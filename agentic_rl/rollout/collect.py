@@ -13,11 +13,12 @@ import dataclasses
 import time
 from typing import Any, Callable, Sequence
 
+import numpy as np
+
 from agentic_rl import types
 from agentic_rl.envs import pool as pool_lib
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.rollout import engine as engine_lib
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)

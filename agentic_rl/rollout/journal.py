@@ -24,9 +24,10 @@ import os
 import pathlib
 from typing import Any, Iterator, Sequence
 
+import numpy as np
+
 from agentic_rl import metrics
 from agentic_rl import types
-import numpy as np
 
 
 def path_of(workdir: str | os.PathLike, phase: str, step: int) -> pathlib.Path:
