@@ -92,6 +92,11 @@ class Learner:
           f'rows={rows} of row_tokens={row_tokens}: rows must be whole pages of'
           f' {cfg.page} and a microbatch whole tiles of {nx.ROW_TILE}'
       )
+    if row_tokens < cfg.max_context:
+      raise ValueError(
+          f'row_tokens={row_tokens}: a sequence of'
+          f' max_context={cfg.max_context} must fit a row'
+      )
     self.cfg, self.loss, self.optimizer = cfg, loss, optimizer
     self.rows, self.row_tokens = rows, row_tokens
     self._accumulate = nx.jit(
