@@ -14,6 +14,7 @@ import functools
 import jax
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.paged_attention import backward
 from kernels_pallas.paged_attention import reference
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.layout import QUERY_TILE
@@ -56,32 +57,46 @@ def paged_attention(
     [T, N, H], rounded to `numerics.dtype`; rows in no tile are zero.
 
   Raises:
-    ValueError: on shapes that do not fit, or window and selection together.
+    ValueError: on shapes that do not fit, or window and selection together;
+      the message names the argument, its value and what is allowed.
   """
   _check(q_TNH, kv_MCKh, layout, window, selected_TKj)
   fun = nx.choose(impl, IMPLS, 'paged_attention')
   if layout.row_length is None:
-    return fun(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics)
+    return fun(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics)[0]
   return _attend_rows(
       q_TNH, kv_MCKh, layout, selected_TKj, window, numerics, fun
   )
 
 
 def _check(q, kv, layout, window, selected):
-  heads, width = q.shape[1:]
-  if q.ndim != 3 or kv.ndim != 4 or kv.shape[3] != 2 * width:
+  if q.ndim != 3 or kv.ndim != 4 or kv.shape[3] != 2 * q.shape[2]:
     raise ValueError(
         f'q_TNH {q.shape} and kv_MCKh {kv.shape}: expected [T, N, H] and'
         ' [M, C, K, 2H]'
     )
-  if heads % kv.shape[2]:
+  if q.shape[1] % kv.shape[2]:
     raise ValueError(
-        f'{heads} query heads: a multiple of the {kv.shape[2]} KV heads is'
-        ' needed'
+        f'q_TNH {q.shape}: {q.shape[1]} query heads, a multiple of the'
+        f' {kv.shape[2]} KV heads is needed'
     )
-  if kv.shape[1] % QUERY_TILE:
+  if kv.shape[1] % QUERY_TILE or not kv.shape[1]:
     raise ValueError(
-        f'page of {kv.shape[1]} tokens: a multiple of {QUERY_TILE} is needed'
+        f'kv_MCKh {kv.shape}: pages of {kv.shape[1]} tokens, a multiple of'
+        f' {QUERY_TILE} is needed'
+    )
+  for name in ('positions_T', 'sequences_T'):
+    shape = getattr(layout, name).shape
+    if shape != q.shape[:1]:
+      raise ValueError(
+          f'layout.{name} {shape}: q_TNH {q.shape} needs {q.shape[:1]}'
+      )
+  if selected is not None and (
+      selected.ndim != 3 or selected.shape[:2] != (q.shape[0], kv.shape[2])
+  ):
+    raise ValueError(
+        f'selected_TKj {selected.shape}: expected [{q.shape[0]},'
+        f' {kv.shape[2]}, j]'
     )
   if window is not None and (window < 1 or selected is not None):
     raise ValueError(
@@ -90,32 +105,27 @@ def _check(q, kv, layout, window, selected):
     )
   if layout.row_length is not None and kv.shape[0] * kv.shape[1] != q.shape[0]:
     raise ValueError(
-        f'{kv.shape[0]} pages of {kv.shape[1]}: the rows hold {q.shape[0]}'
-        ' tokens'
+        f'kv_MCKh {kv.shape}: {kv.shape[0]} pages of {kv.shape[1]}, but the'
+        f' rows hold {q.shape[0]} tokens'
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend_rows(q, kv, layout, selected, window, numerics, fun):
-  return fun(q, kv, layout, selected, window, numerics)
+  return fun(q, kv, layout, selected, window, numerics)[0]
 
 
 def _rows_forward(q, kv, layout, selected, window, numerics, fun):
-  out = fun(q, kv, layout, selected, window, numerics)
-  return out, (q, kv, layout, selected)
+  out, lse = fun(q, kv, layout, selected, window, numerics)
+  return out, (q, kv, layout, selected, out, lse)
 
 
 def _rows_backward(window, numerics, fun, saved, g):
   del fun
-  q, kv, layout, selected = saved
-  dense = functools.partial(
-      xla.attend_dense_rows,
-      layout=layout,
-      selected=selected,
-      window=window,
-      numerics=numerics,
+  q, kv, layout, selected, out, lse = saved
+  dq, dkv = backward.attend_rows_backward(
+      q, kv, layout, selected, out, lse, g, window, numerics
   )
-  dq, dkv = jax.vjp(dense, q, kv)[1](g)
   return dq, dkv, None, None
 
 

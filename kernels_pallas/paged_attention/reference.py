@@ -30,4 +30,5 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
       seen[:, :, None].any((1, 2))[..., None, None], kv[..., width:], 0
   )
   out = jnp.einsum('tkgs,tskh->tkgh', p, v, precision='highest')
-  return numerics.cast(out.reshape(q_TNH.shape))
+  lse = jax.nn.logsumexp(s, -1).reshape(q_TNH.shape[:2])
+  return numerics.cast(out.reshape(q_TNH.shape)), lse

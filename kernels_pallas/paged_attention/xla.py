@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,12 +39,16 @@ def _visit_list(current, num_pages, page_size, window, selected, positions):
 
 
 def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
-  """See `ops.paged_attention`."""
+  """Returns the output [T, N, H] and the log-sum-exp of the scores [T, N].
+
+  See `ops.paged_attention`.
+  """
   keep, tile = numerics.keep, QUERY_TILE
   page_size, heads, width = kv_MCKh.shape[1:]
   width //= 2
   group = q_TNH.shape[1] // heads
   positions, table, current = tile_facts(layout, page_size)
+  last = positions.max(-1)[:, None, None, None]
   q = to_tiles(q_TNH, layout).reshape(-1, tile, heads, group, width)
   q = q.transpose(0, 2, 1, 3, 4).reshape(-1, heads, tile * group, width)
   row_pos = jnp.repeat(positions, group, 1)[:, None]  # [tiles, 1, R]
@@ -69,7 +72,10 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
     s = keep(numerics.dot(q, k, _QUERY_BY_KEY) * scale)
     key_pos = number[..., None] * page_size + jnp.arange(page_size)
     key_pos, rows = key_pos[:, :, None], row_pos[..., None]
-    seen = (key_pos <= rows) & (number >= 0)[..., None, None]
+    exists = (number >= 0)[..., None, None]
+    seen = (key_pos <= rows) & exists
+    # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
+    v = jnp.where((key_pos <= last).swapaxes(2, 3) & exists, v, 0)
     if window is not None:
       seen &= key_pos > rows - window
     if selected is not None:
@@ -86,53 +92,11 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
 
   shape = q.shape[:3]
   carry = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros(q.shape, nx.F32))
-  _, l, acc = lax.fori_loop(0, count, page, carry)
-  out = numerics.cast(keep(acc * (1 / jnp.maximum(l, 1e-30))[..., None]))
+  m, l, acc = lax.fori_loop(0, count, page, carry)
+  l = jnp.maximum(l, 1e-30)
+  out = numerics.cast(keep(acc * (1 / l)[..., None]))
   out = out.reshape(-1, heads, tile, group, width).transpose(0, 2, 1, 3, 4)
-  return from_tiles(out.reshape(-1, tile, heads * group, width), layout)
-
-
-def attend_dense_rows(q_TNH, kv_MCKh, layout, selected, window, numerics):
-  """The same function on packed rows with free tiles, for its derivative.
-
-  Rows are cut into blocks of queries; a block reads the keys from the window's
-  start, or all keys of its row, to its own end.
-  """
-  length = layout.row_length
-  page_size, heads, width = kv_MCKh.shape[1:]
-  width //= 2
-  rows, group = q_TNH.shape[0] // length, q_TNH.shape[1] // heads
-  q = q_TNH.reshape(rows, length, heads, group, width).astype(nx.F32)
-  kv = kv_MCKh.reshape(rows, length, heads, 2 * width).astype(nx.F32)
-  position = layout.positions_T.reshape(rows, length)
-  start = jnp.arange(length) - position  # the sequence's first place in its row
-  block = length if window is None else min(length, max(page_size, 64))
-  if length % block:
-    block = page_size
-  parts = []
-  for end in range(block, length + 1, block):
-    lo = 0 if window is None else max(0, end - block - window + 1)
-    rest = slice(lo, end)
-    mine = slice(end - block, end)
-    place, key_place = jnp.arange(length)[mine], jnp.arange(length)[rest]
-    seen = key_place <= place[:, None]
-    seen = seen & (start[:, mine, None] == start[:, None, rest])
-    seen = seen[:, :, None]  # [rows, block, K or 1, keys]
-    if window is not None:
-      seen &= (key_place > place[:, None] - window)[:, None]
-    if selected is not None:
-      number = position[:, None, rest] // page_size
-      chosen = selected.reshape(rows, length, heads, -1)[:, mine]
-      own = number == position[:, mine, None] // page_size
-      picked = jnp.zeros((rows, block, heads, end - lo), bool)
-      for j in range(chosen.shape[-1]):
-        picked |= chosen[..., j, None] == number[:, :, None]
-      seen = seen & (picked | own[:, :, None])
-    k, v = kv[:, rest, :, :width], kv[:, rest, :, width:]
-    s = jnp.einsum('btkgh,bskh->bkgts', q[:, mine], k, precision='highest')
-    s = s * width**-0.5
-    s = jnp.where(seen.transpose(0, 2, 1, 3)[:, :, None], s, -jnp.inf)
-    p = jax.nn.softmax(s, -1)
-    out = jnp.einsum('bkgts,bskh->btkgh', p, v, precision='highest')
-    parts.append(out)
-  return jnp.concatenate(parts, 1).reshape(q_TNH.shape).astype(q_TNH.dtype)
+  out = from_tiles(out.reshape(-1, tile, heads * group, width), layout)
+  lse = m + keep(jnp.log(l))
+  lse = lse.reshape(-1, heads, tile, group).transpose(0, 2, 1, 3)
+  return out, from_tiles(lse.reshape(-1, tile, heads * group), layout)

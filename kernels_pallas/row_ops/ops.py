@@ -6,6 +6,10 @@ fuse the same element-wise chain differently in two programs.
 
 from __future__ import annotations
 
+import functools
+
+import jax
+
 from kernels_pallas import numerics as nx
 from kernels_pallas.row_ops import reference
 from kernels_pallas.row_ops import xla
@@ -31,10 +35,10 @@ def rms_norm(x_TD, gain_D, *, numerics, eps: float = 1e-6, impl='auto'):
   """
   if gain_D.shape != x_TD.shape[-1:]:
     raise ValueError(
-        f'gain_D {gain_D.shape}: rows of {x_TD.shape} need {x_TD.shape[-1:]}'
+        f'gain_D {gain_D.shape}: x_TD {x_TD.shape} needs {x_TD.shape[-1:]}'
     )
   fun = nx.choose(impl, IMPLS, 'rms_norm').rms_norm
-  return fun(x_TD, gain_D, eps, numerics)
+  return _rms_norm(x_TD, gain_D, eps, numerics, fun)
 
 
 def rope(x_TNH, positions_T, *, numerics, theta: float = 1e4, impl='auto'):
@@ -53,12 +57,19 @@ def rope(x_TNH, positions_T, *, numerics, theta: float = 1e4, impl='auto'):
     [T, N, H], rounded to `numerics.dtype`.
 
   Raises:
-    ValueError: if H is odd.
+    ValueError: if H is odd, the positions do not fit or theta <= 0.
   """
-  if x_TNH.shape[-1] % 2:
-    raise ValueError(f'head width {x_TNH.shape[-1]}: rope needs an even width')
+  if x_TNH.ndim != 3 or x_TNH.shape[-1] % 2:
+    raise ValueError(f'x_TNH {x_TNH.shape}: expected [T, N, H] with an even H')
+  if positions_T.shape != x_TNH.shape[:1]:
+    raise ValueError(
+        f'positions_T {positions_T.shape}: x_TNH {x_TNH.shape} needs'
+        f' {x_TNH.shape[:1]}'
+    )
+  if not theta > 0:
+    raise ValueError(f'theta={theta}: must be above 0')
   fun = nx.choose(impl, IMPLS, 'rope').rope
-  return fun(x_TNH, positions_T, theta, numerics)
+  return _rope(x_TNH, positions_T, theta, numerics, fun)
 
 
 def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
@@ -82,10 +93,16 @@ def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
     falling score, the lower id first among equals.
 
   Raises:
-    ValueError: on an unknown gating or a topk outside 1..E.
+    ValueError: on an unknown gating, a topk outside 1..E or shapes that do not
+      fit.
   """
   if gating not in ('softmax', 'sigmoid'):
     raise ValueError(f"gating={gating!r}: allowed are 'softmax' and 'sigmoid'")
+  if logits_TE.ndim != 2 or bias_E.shape != logits_TE.shape[1:]:
+    raise ValueError(
+        f'logits_TE {logits_TE.shape} and bias_E {bias_E.shape}: expected'
+        ' [T, E] and [E]'
+    )
   if not 1 <= topk <= logits_TE.shape[-1]:
     raise ValueError(f'topk={topk}: allowed is 1..{logits_TE.shape[-1]}')
   fun = nx.choose(impl, IMPLS, 'router').router
@@ -103,6 +120,77 @@ def swiglu(gate_TF, up_TF, *, numerics, impl='auto'):
 
   Returns:
     [T, F], rounded to `numerics.dtype`.
+
+  Raises:
+    ValueError: if the two differ in shape.
   """
+  if gate_TF.shape != up_TF.shape:
+    raise ValueError(
+        f'gate_TF {gate_TF.shape} and up_TF {up_TF.shape}: must be equal'
+    )
   fun = nx.choose(impl, IMPLS, 'swiglu').swiglu
-  return fun(gate_TF, up_TF, numerics)
+  return _swiglu(gate_TF, up_TF, numerics, fun)
+
+
+# Gradients keep the inputs only: what is in between is cheaper to compute again
+# than to store. They take no part in the promise of equal bits.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rms_norm(x, gain, eps, numerics, fun):
+  return fun(x, gain, eps, numerics)
+
+
+def _rms_norm_backward(eps, numerics, fun, saved, g):
+  del numerics, fun
+  x, gain = (a.astype(nx.F32) for a in saved)
+  g = g.astype(nx.F32)
+  r = jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps)
+  y = x * r
+  u = g * gain
+  dx = r * (u - y * (u * y).mean(-1, keepdims=True))
+  dgain = (g * y).reshape(-1, y.shape[-1]).sum(0)
+  return dx.astype(saved[0].dtype), dgain.astype(saved[1].dtype)
+
+
+_rms_norm.defvjp(
+    lambda x, gain, *rest: (_rms_norm(x, gain, *rest), (x, gain)),
+    _rms_norm_backward,
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rope(x, positions, theta, numerics, fun):
+  return fun(x, positions, theta, numerics)
+
+
+def _rope_backward(theta, numerics, fun, positions, g):
+  # The transpose of a rotation turns back.
+  return fun(g, -positions, theta, numerics), None
+
+
+_rope.defvjp(
+    lambda x, positions, *rest: (_rope(x, positions, *rest), positions),
+    _rope_backward,
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _swiglu(gate, up, numerics, fun):
+  return fun(gate, up, numerics)
+
+
+def _swiglu_backward(numerics, fun, saved, g):
+  del numerics, fun
+  gate, up = (a.astype(nx.F32) for a in saved)
+  g = g.astype(nx.F32)
+  s = jax.nn.sigmoid(gate)
+  dgate = g * up * s * (1 + gate * (1 - s))
+  dup = g * gate * s
+  return dgate.astype(saved[0].dtype), dup.astype(saved[1].dtype)
+
+
+_swiglu.defvjp(
+    lambda gate, up, *rest: (_swiglu(gate, up, *rest), (gate, up)),
+    _swiglu_backward,
+)

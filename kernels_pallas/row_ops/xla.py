@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kernels_pallas import numerics as nx
@@ -21,7 +22,8 @@ def rope(x, positions, theta, numerics):
   keep = numerics.keep
   half = x.shape[-1] // 2
   x = x.astype(nx.F32)
-  wave = theta ** (-jnp.arange(half, dtype=nx.F32) / half)
+  # A constant of the program: a power could be folded in one, run in another.
+  wave = np.asarray(theta ** (-np.arange(half) / half), np.float32)
   angle = keep(positions[:, None].astype(nx.F32) * wave)
   cos, sin = keep(jnp.cos(angle))[:, None], keep(jnp.sin(angle))[:, None]
   a, b = x[..., :half], x[..., half:]
