@@ -32,6 +32,8 @@ from agentic_rl.tasks import generate
 from agentic_rl.tasks import sampler as sampler_lib
 from agentic_rl.tasks import taskset
 from configs import common
+from kernels_pallas import numerics as nx
+from kernels_pallas.row_ops import ops as row_ops
 
 RESOLVED = 'config.json'
 # The smallest value of fields that are counts.
@@ -41,6 +43,10 @@ _LEAST = {
     'warm_start.steps': 0,
     'warm_start.sequences': 1,
     'warm_start.checkpoint_every': 1,
+    'policy.heads': 1,
+    'policy.experts': 0,
+    'policy.expert_width': 1,
+    'policy.dense_width': 1,
     'rollout.tasks': 1,
     'rollout.group': 1,
     'rollout.max_sequences': 1,
@@ -123,7 +129,7 @@ class Run:
       (step, tree, JSON state), or None if there is none.
     """
     saved = self.checkpoints(phase).restore_latest(tree)
-    if self._kept != _resume_steps(self):
+    if saved is not None and saved[0] < self._kept.get(phase, saved[0]):
       # A corrupt checkpoint was set aside: forget what was logged after the
       # one before it.
       self.open_metrics()
@@ -210,9 +216,8 @@ def _claim(run: Run) -> None:
 
 def _check_counts(config: Any) -> None:
   for path, least in _LEAST.items():
-    value = config
-    for key in path.split('.'):
-      value = value[key]
+    part, _, name = path.rpartition('.')
+    value = (config[part] if part else config).get(name, least)
     if value < least:
       raise ValueError(f'{path}={value}: allowed is {least} or more')
 
@@ -236,6 +241,7 @@ def _build(run: Run) -> None:
       'small',
       {'vocab': run.chat.tokenizer.vocab_size, **dict(config.policy.items())},
   )
+  nx.choose(run.policy.impl, row_ops.IMPLS, 'policy')
   sampling = engine_lib.Sampling(**dict(config.sampling.items()))
   if not sampling.temperature > 0:
     raise ValueError('sampling.temperature=0: training needs a value above 0')

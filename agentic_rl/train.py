@@ -59,7 +59,7 @@ class State:
           ('tokens_sampled', 'compared', 'unequal', 'flips', 'wall_s'), 0
       )
   )
-  before: dict[str, float] = dataclasses.field(default_factory=dict)
+  before: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def train(config, workdir, stop: threading.Event | None = None):
