@@ -215,9 +215,9 @@ def _claim(run: Run) -> None:
 
 
 def _check_counts(config: Any) -> None:
+  values = common.fields(config)
   for path, least in _LEAST.items():
-    part, _, name = path.rpartition('.')
-    value = (config[part] if part else config).get(name, least)
+    value = values.get(path, least)
     if value < least:
       raise ValueError(f'{path}={value}: allowed is {least} or more')
 
@@ -273,7 +273,6 @@ def _build(run: Run) -> None:
         f'policy.max_context={run.policy.max_context}: a prompt of {longest}'
         f' tokens and an action of {limits.action_tokens} do not fit'
     )
-  run.open_metrics()
   run.pool = run.stack.enter_context(
       pool_lib.EnvPool(
           config.env.name,
@@ -290,6 +289,7 @@ def _build(run: Run) -> None:
       sampling=sampling,
   )
   run.collector = collect.Collector(run.engine, run.pool, run.chat, limits)
+  run.open_metrics()
 
 
 def optimizer_from(options: Any, steps: int):

@@ -24,7 +24,7 @@ SMALL = {
     'policy.head_width': 8,
     'tasks.fresh.difficulty': 'tiny',
     'tokenizer.corpus_tasks': 100,
-    'warm_start.steps': 30,
+    'warm_start.steps': 20,
     'warm_start.sequences': 16,
     'warm_start.checkpoint_every': 5,
     'warm_start.optimizer.learning_rate': 2e-2,

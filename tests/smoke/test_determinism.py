@@ -1,5 +1,7 @@
 """One seed, one result, whatever the schedule; another seed, another one."""
 
+import pytest
+
 from tests.smoke import runs
 
 
@@ -11,6 +13,7 @@ def test_workers_and_slots_change_nothing(tmp_path):
   runs.assert_same_result(tmp_path / 'run', base)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(tmp_path):
   base, _ = runs.base()
   values = {'seed': 1, 'warm_start.steps': 0, 'learner.iterations': 1}

@@ -40,7 +40,7 @@ def test_everything_is_there():
 def test_metrics_are_complete():
   workdir, _ = runs.base()
   assert runs.steps(workdir) == {
-      'warm_start': [10, 20, 30], 'heldout': [0, 4], 'rl': [1, 2, 3, 4],
+      'warm_start': [10, 20], 'heldout': [0, 4], 'rl': [1, 2, 3, 4],
   }  # fmt: skip
   rl = [row for row in runs.rows(workdir) if row['phase'] == 'rl']
   for row in rl:
@@ -90,7 +90,7 @@ def test_plain_lines_when_not_a_terminal():
   _, done = runs.base()
   assert '\x1b' not in done.text and '\r' not in done.text
   lines = done.text.splitlines()
-  assert '-- warm_start, 30 steps' in lines and '-- rl, 4 steps' in lines
+  assert '-- warm_start, 20 steps' in lines and '-- rl, 4 steps' in lines
   assert sum(line.startswith('rl ') for line in lines) == 4
   assert 'Held-out tasks solved at temperature 1.0' in done.text
   assert 'Next: tensorboard --logdir=' in done.text
@@ -100,7 +100,7 @@ def test_plain_lines_when_not_a_terminal():
 def test_the_resolved_config_is_kept():
   workdir, _ = runs.base()
   saved = common.load_resolved(workdir / 'config.json')
-  assert saved.policy.width == 32 and saved.warm_start.steps == 30
+  assert saved.policy.width == 32 and saved.warm_start.steps == 20
   assert runs.summary(workdir)['config_hash'] == common.config_hash(saved)
 
 
@@ -118,7 +118,11 @@ def test_a_finished_run_is_not_done_again():
 
 def test_grpo_in_bfloat16(tmp_path):
   values = {'credit.name': 'grpo', 'policy.precision': 'bfloat16'}
-  values |= {'learner.iterations': 2, 'credit.grpo.keep_uniform': True}
+  values |= {
+      'warm_start.steps': 20,
+      'learner.iterations': 1,
+      'credit.grpo.keep_uniform': True,
+  }
   done = runs.run(tmp_path / 'run', values)
   assert done.code == 0, done.errors
   summary = runs.summary(tmp_path / 'run')
