@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from tensorboard.backend.event_processing import event_file_loader
 
 from agentic_rl.rollout import journal
@@ -116,13 +117,13 @@ def test_a_finished_run_is_not_done_again():
   assert before.pop(lock) and after.pop(lock) and before == after
 
 
-def test_grpo_in_bfloat16(tmp_path):
-  values = {'credit.name': 'grpo', 'policy.precision': 'bfloat16'}
-  values |= {
-      'warm_start.steps': 20,
-      'learner.iterations': 1,
-      'credit.grpo.keep_uniform': True,
-  }
+@pytest.mark.parametrize(
+    'precision',
+    ['float32', pytest.param('bfloat16', marks=pytest.mark.slow)],
+)
+def test_grpo(tmp_path, precision):
+  values = {'credit.name': 'grpo', 'credit.grpo.keep_uniform': True}
+  values |= {'policy.precision': precision, 'learner.iterations': 1}
   done = runs.run(tmp_path / 'run', values)
   assert done.code == 0, done.errors
   summary = runs.summary(tmp_path / 'run')
