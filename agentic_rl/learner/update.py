@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from concurrent import futures
 from typing import Any, Mapping, NamedTuple
 
 import jax
@@ -26,6 +27,10 @@ from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import ops as head_ops
 from kernels_pallas.paged_attention import layout as layouts
+
+# Microbatches are added up in so many chains side by side: one program of small
+# operations does not fill two cores.
+CHAINS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +109,8 @@ class Learner:
         exact=cfg.exact,
         donate_argnums=(2,),
     )
+    self._zeros = jax.jit(functools.partial(Sums.zeros, cfg))
+    self._threads = futures.ThreadPoolExecutor(CHAINS)
     self._apply = nx.jit(
         functools.partial(_apply, cfg=cfg, loss=loss, optimizer=optimizer),
         exact=cfg.exact,
@@ -145,13 +152,20 @@ class Learner:
       raise ValueError('reference_kl needs the weights of the reference')
     if not self.loss.reference_kl:
       reference = None
-    sums = Sums.zeros(self.cfg, weights)
-    for part in pack_lib.microbatches(batch, self.rows):
-      sums = self._accumulate(
-          weights, reference, sums, _inputs(part), np.float32(1 / total)
-      )
-    weights, state, norm = self._apply(weights, state, sums)
-    return weights, state, _metrics(sums, norm, total)
+    parts = list(pack_lib.microbatches(batch, self.rows))
+    scale = np.float32(1 / total)
+
+    def chain(own) -> Sums:
+      sums = self._zeros(weights)
+      for part in own:
+        sums = self._accumulate(weights, reference, sums, _inputs(part), scale)
+      return jax.block_until_ready(sums)
+
+    # Which microbatch belongs to which chain is fixed, and so are the bits.
+    chains = [own for i in range(CHAINS) if (own := parts[i::CHAINS])]
+    sums = list(self._threads.map(chain, chains))
+    weights, state, total_sums, norm = self._apply(weights, state, sums)
+    return weights, state, _metrics(total_sums, norm, total)
 
 
 class Sums(NamedTuple):
@@ -260,13 +274,18 @@ def _accumulate(weights, reference, sums, batch, scale, *, cfg, loss):
   (_, aux), grads = jax.value_and_grad(_objective, has_aux=True)(
       weights, batch, reference_logp, scale, cfg, loss
   )
-  scalars, load = aux
-  joined = {
-      k: jnp.maximum(v, scalars[k]) if k.startswith('max') else v + scalars[k]
-      for k, v in sums.scalars.items()
+  return _join(sums, Sums(grads, *aux))
+
+
+def _join(a: Sums, b: Sums) -> Sums:
+  scalars = {
+      k: jnp.maximum(v, b.scalars[k])
+      if k.startswith('max')
+      else v + b.scalars[k]
+      for k, v in a.scalars.items()
   }
-  grads = jax.tree.map(jnp.add, sums.grads, grads)
-  return Sums(grads, joined, sums.load_LE + load)
+  grads = jax.tree.map(jnp.add, a.grads, b.grads)
+  return Sums(grads, scalars, a.load_LE + b.load_LE)
 
 
 def _objective(weights, batch, reference_logp, scale, cfg, loss):
@@ -329,7 +348,8 @@ def _load(routes_LTk, real_T, cfg):
 
 
 def _apply(weights, state, sums, *, cfg, loss, optimizer):
-  norm = optax.global_norm(sums.grads)
+  sums = functools.reduce(_join, sums)
+  norm = optax.tree.norm(sums.grads)
   updates, state = optimizer.update(sums.grads, state, weights)
   new = optax.apply_updates(weights, updates)
   cast = cfg.numerics.cast
@@ -340,7 +360,7 @@ def _apply(weights, state, sums, *, cfg, loss, optimizer):
   new = jax.tree_util.tree_map_with_path(leaf, new)
   if loss.balance and cfg.moe_layers:
     new = _balance(new, sums.load_LE, loss.balance, cfg)
-  return new, state, norm
+  return new, state, sums, norm
 
 
 def _balance(weights, load_LE, rate, cfg):

