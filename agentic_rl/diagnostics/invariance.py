@@ -11,14 +11,15 @@ import dataclasses
 import time
 from typing import Any, Callable
 
+import jax
+import numpy as np
+
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
 from agentic_rl.policy import model
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import engine as engine_lib
-import jax
-import numpy as np
 
 
 def measure(
@@ -78,7 +79,9 @@ def _decoder(cfg: PolicyConfig, sequences: int) -> Callable[[], float]:
 
   def fill():
     for i in range(sequences):
-      engine.insert(i, rng.integers(0, cfg.vocab, cfg.max_context // 3))
+      engine.insert(
+          i, rng.integers(0, cfg.vocab, cfg.max_context // 3).tolist()
+      )
     while engine.reading:
       engine.generate()
 

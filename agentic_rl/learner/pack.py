@@ -8,7 +8,7 @@ row carries the input token t and what is known of the token that follows it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterable, Sequence
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 
@@ -152,7 +152,7 @@ def microbatches(batch: types.Batch, rows: int) -> Iterable[types.Batch]:
   for lo in range(0, len(batch.tokens_BT), rows):
     part = slice(lo, lo + rows)
     if (batch.segments_BT[part] >= 0).any():
-      values = {
+      values: dict[str, Any] = {
           f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)
       }
       yield types.Batch(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Sequence, cast
 
 import numpy as np
 
@@ -188,7 +188,7 @@ class Collector:
           self.pool.submit_step(rollout.request.rollout_id, text)
 
   def _answer(self, result: pool_lib.EnvResult) -> None:
-    rollout = self._live.get(result.env_id)
+    rollout = self._live.get(cast(int, result.env_id))
     if rollout is None:
       return
     info = result.info

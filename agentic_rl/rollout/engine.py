@@ -311,7 +311,9 @@ class Engine:
     )
     rows = np.full(self._sample_rows, n, np.int32)
     ids = np.zeros((self._sample_rows, 2), np.int32)
-    full, samplers, at, t = [], [], 0, 0
+    full: list[int] = []
+    samplers: list[int] = []
+    at = t = 0
     for slot, count in chunks:
       seq = self._sequence(slot)
       start, end = seq.done, seq.done + count
