@@ -152,9 +152,8 @@ def microbatches(batch: types.Batch, rows: int) -> Iterable[types.Batch]:
   for lo in range(0, len(batch.tokens_BT), rows):
     part = slice(lo, lo + rows)
     if (batch.segments_BT[part] >= 0).any():
-      values: dict[str, Any] = {
-          f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)
-      }
-      yield types.Batch(
-          **{k: None if v is None else v[part] for k, v in values.items()}
-      )
+      cut: dict[str, Any] = {}
+      for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        cut[field.name] = None if value is None else value[part]
+      yield types.Batch(**cut)
