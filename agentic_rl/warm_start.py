@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentic_rl import setup_run
+from agentic_rl import types
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
 from agentic_rl.policy import chat as chat_lib
@@ -40,7 +41,7 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
       run_.policy,
       update.LossConfig('supervised', balance=c.balance),
       setup_run.optimizer_from(c.optimizer, c.steps),
-      rows=config.learner.rows,
+      rows=c.rows,
       row_tokens=config.learner.row_tokens,
   )
   tree = {'weights': weights, 'optimizer': learner.init(weights)}
@@ -52,17 +53,18 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
     run_.warm_start_s = run_.earlier_s = before_s
   if step == c.steps:
     return tree['weights']
-  traces = Traces(run_, step)
+  traces = Traces(run_, learner)
   run_.metrics.start_phase('warm_start', c.steps, done=step)
   while step < c.steps and not stop.is_set():
-    batch = learner.pack(traces.next_batch())
+    step_began = time.monotonic()
+    batch = traces.batch(step)
     tree['weights'], tree['optimizer'], stats = learner.update(
         tree['weights'], tree['optimizer'], batch
     )
     step += 1
     run_.warm_start_s = before_s + time.monotonic() - began
     stats['tokens_per_s'] = stats['learner_tokens'] / (
-        time.monotonic() - traces.asked_s
+        time.monotonic() - step_began
     )
     if step % 10 == 0 or step == c.steps:
       shown = ('loss', 'grad_norm', 'router/max_load', 'tokens_per_s')
@@ -75,15 +77,21 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
   return None if step < c.steps else tree['weights']
 
 
-class Traces:
-  """Batches of expert traces; batch s depends on the seed and s only.
+# Traces of so many steps are packed together, which leaves less padding.
+BLOCK = 4
 
-  Attributes:
-    asked_s: when the last batch was asked for.
+
+class Traces:
+  """Batches of expert traces; a batch depends on the seed and its step only.
+
+  Args:
+    run_: the parts of the run.
+    learner: packs the traces.
   """
 
-  def __init__(self, run_: setup_run.Run, step: int):
+  def __init__(self, run_: setup_run.Run, learner: update.Learner):
     self._config = run_.config.warm_start
+    self._learner = learner
     self._chat: chat_lib.Chat = run_.chat
     self._limit = run_.policy.max_context
     self._noise = expert.Noise(**dict(self._config.noise.items()))
@@ -92,19 +100,23 @@ class Traces:
     self._source = sampler_lib.FreshTasks(
         2 * run_.config.seed + 1, 'train', **dict(fresh.items())
     )
-    self._next = step * self._config.sequences
-    self.asked_s = 0.0
+    self._block, self._packed = -1, None
 
-  def next_batch(self) -> list[pack_lib.Example]:
-    """Returns the examples of one step; too long traces are left out."""
-    self.asked_s = time.monotonic()
-    examples = []
+  def batch(self, step: int) -> types.Batch:
+    """Returns the rows of a step; too long traces are left out."""
+    block, place = divmod(step, BLOCK)
+    if block != self._block:
+      size = BLOCK * self._config.sequences
+      indices = range(block * size, (block + 1) * size)
+      examples = [e for i in indices if (e := self._example(i)) is not None]
+      self._block, self._packed = block, self._learner.pack(examples)
+    return pack_lib.take_rows(self._packed, slice(place, None, BLOCK))
+
+  def _example(self, index: int) -> pack_lib.Example | None:
     weight = np.array([0.0, 1.0, self._config.observation_weight], np.float32)
-    for index in range(self._next, self._next + self._config.sequences):
-      task = self._source[index]
-      turns = expert.simulate(task, index, self._noise, self._turns)
-      tokens, kinds = self._chat.trace_ids(task.prompt, turns)
-      if len(tokens) <= self._limit:
-        examples.append(pack_lib.from_text(tokens, weight[kinds]))
-    self._next += self._config.sequences
-    return examples
+    task = self._source[index]
+    turns = expert.simulate(task, index, self._noise, self._turns)
+    tokens, kinds = self._chat.trace_ids(task.prompt, turns)
+    if len(tokens) > self._limit:
+      return None
+    return pack_lib.from_text(tokens, weight[kinds])

@@ -50,7 +50,7 @@ def get_config(arg=None):
       kv_heads=2,
       head_width=32,
       pattern='wwwb',
-      window=32,
+      window=64,
       page=16,
       topk_pages=4,
       experts=8,
@@ -71,8 +71,9 @@ def get_config(arg=None):
 
   # Warm start: supervised learning on an imperfect scripted expert.
   config.warm_start = dict(
-      steps=300,
-      sequences=32,
+      steps=560,
+      sequences=18,
+      rows=4,
       observation_weight=0.3,
       noise=dict(
           list_first=0.02,
@@ -85,7 +86,7 @@ def get_config(arg=None):
       checkpoint_every=100,
       optimizer=dict(
           name='muon',
-          learning_rate=3e-3,
+          learning_rate=1e-2,
           warmup=20,
           decay='linear',
           clip_norm=1.0,
@@ -121,8 +122,8 @@ def get_config(arg=None):
 
   # Learner: on-policy, one optimizer step per iteration.
   config.learner = dict(
-      iterations=48,
-      rows=16,
+      iterations=80,
+      rows=8,
       row_tokens=256,
       clip_low=0.8,
       clip_high=1.28,
@@ -154,7 +155,7 @@ def get_config(arg=None):
     config.tokenizer.corpus_tasks = 500
     config.policy.update(width=64, layers=4, head_width=16, experts=4)
     config.policy.update(expert_width=32)
-    config.warm_start.update(steps=30)
+    config.warm_start.update(steps=30, sequences=32)
     config.rollout.update(tasks=2, group=4, max_sequences=16)
     config.learner.update(iterations=3, rows=4)
     config.evaluation.update(tasks=16, greedy_tasks=16)

@@ -147,13 +147,34 @@ def _places(lengths, row_tokens: int, page: int):
   return places, len(free)
 
 
+def take_rows(batch: types.Batch, rows) -> types.Batch:
+  """Returns the batch of some rows: a slice or an index array."""
+  cut: dict[str, Any] = {}
+  for field in dataclasses.fields(batch):
+    value = getattr(batch, field.name)
+    cut[field.name] = None if value is None else value[rows]
+  return types.Batch(**cut)
+
+
 def microbatches(batch: types.Batch, rows: int) -> Iterable[types.Batch]:
-  """Cuts a batch into batches of `rows` rows; empty ones are left out."""
-  for lo in range(0, len(batch.tokens_BT), rows):
-    part = slice(lo, lo + rows)
-    if (batch.segments_BT[part] >= 0).any():
-      cut: dict[str, Any] = {}
-      for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        cut[field.name] = None if value is None else value[part]
-      yield types.Batch(**cut)
+  """Cuts a batch into batches of `rows` rows; empty ones are left out.
+
+  The last one is filled up with empty rows.
+  """
+  used = np.flatnonzero((batch.segments_BT >= 0).any(1))
+  for lo in range(0, len(used), rows):
+    part = take_rows(batch, used[lo : lo + rows])
+    yield _fill(part, rows - len(part.tokens_BT))
+
+
+def _fill(batch: types.Batch, missing: int) -> types.Batch:
+  """Appends empty rows."""
+  cut: dict[str, Any] = {}
+  for field in dataclasses.fields(batch):
+    value = getattr(batch, field.name)
+    if value is not None:
+      blank = -1 if field.name in ('segments_BT', 'routes_BTLk') else 0
+      rest = np.full((missing, *value.shape[1:]), blank, value.dtype)
+      value = np.concatenate([value, rest])
+    cut[field.name] = value
+  return types.Batch(**cut)
