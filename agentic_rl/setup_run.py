@@ -27,6 +27,7 @@ from agentic_rl.policy import config as policy_config
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import engine as engine_lib
+from agentic_rl.rollout import engines as engines_lib
 from agentic_rl.tasks import expert
 from agentic_rl.tasks import generate
 from agentic_rl.tasks import sampler as sampler_lib
@@ -50,6 +51,7 @@ _LEAST = {
     'rollout.tasks': 1,
     'rollout.group': 1,
     'rollout.max_sequences': 1,
+    'rollout.engines': 1,
     'rollout.pool_pages': 0,
     'learner.iterations': 1,
     'learner.rows': 1,
@@ -94,7 +96,7 @@ class Run:
     self.heldout: tuple[types.Task, ...]
     self.metrics: metrics_lib.Metrics
     self.pool: pool_lib.EnvPool
-    self.engine: engine_lib.Engine
+    self.engine: engines_lib.Engines
     self.collector: collect.Collector
     self.learner: update.Learner
     self.sampler: sampler_lib.TaskSampler
@@ -281,9 +283,10 @@ def _build(run: Run) -> None:
           deadline_s=config.env_pool.deadline_s,
       )
   )
-  run.engine = engine_lib.Engine(
+  run.engine = engines_lib.Engines(
       run.policy,
       config.seed,
+      engines=config.rollout.engines,
       max_sequences=config.rollout.max_sequences,
       pool_pages=config.rollout.pool_pages,
       sampling=sampling,

@@ -100,7 +100,8 @@ class Traces:
     self._source = sampler_lib.FreshTasks(
         2 * run_.config.seed + 1, 'train', **dict(fresh.items())
     )
-    self._block, self._packed = -1, None
+    self._block = -1
+    self._packed: types.Batch
 
   def batch(self, step: int) -> types.Batch:
     """Returns the rows of a step; too long traces are left out."""

@@ -41,6 +41,7 @@ def get_config(arg=None):
   config.rollout = dict(
       tasks=2,
       group=4,
+      engines=1,
       max_sequences=8,
       pool_pages=0,
       action_tokens=16,

@@ -99,6 +99,7 @@ def get_config(arg=None):
   config.rollout = dict(
       tasks=8,
       group=16,
+      engines=2,
       max_sequences=128,
       pool_pages=0,
       action_tokens=32,

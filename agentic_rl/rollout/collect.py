@@ -19,6 +19,7 @@ from agentic_rl import types
 from agentic_rl.envs import pool as pool_lib
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.rollout import engine as engine_lib
+from agentic_rl.rollout import engines as engines_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Collector:
 
   def __init__(
       self,
-      engine: engine_lib.Engine,
+      engine: engine_lib.Engine | engines_lib.Engines,
       pool: pool_lib.EnvPool,
       chat: chat_lib.Chat,
       limits: Limits,
@@ -116,8 +117,7 @@ class Collector:
     """
     if len({r.rollout_id for r in requests}) != len(requests):
       raise ValueError('two requests share a rollout_id')
-    began, counts = time.monotonic(), dict(self.engine.counts)
-    hits, misses = self.engine.pages.hits, self.engine.pages.misses
+    began, counts = time.monotonic(), self.engine.counts
     stats = self.pool.stats()
     waiting = collections.deque(requests)
     self._finished, done, idle_s = {}, 0, 0.0
@@ -143,8 +143,6 @@ class Collector:
     wall = time.monotonic() - began
     new = {k: v - counts[k] for k, v in self.engine.counts.items()}
     later = self.pool.stats()
-    hits = self.engine.pages.hits - hits
-    misses = self.engine.pages.misses - misses
     return trajectories, {
         'rollout/wall_s': wall,
         'rollout/env_wait_s': idle_s,
@@ -153,8 +151,9 @@ class Collector:
         'rollout/decode_tokens_per_s': new['decoded'] / max(wall, 1e-9),
         'rollout/prefill_tokens': float(new['prefilled']),
         'rollout/engine_steps': float(new['steps']),
-        'rollout/kv_hit_rate': hits / max(1, hits + misses),
-        'rollout/kv_pages_peak': float(self.engine.pages.peak),
+        'rollout/kv_hit_rate': new['kv_hits']
+        / max(1, new['kv_hits'] + new['kv_misses']),
+        'rollout/kv_pages_peak': float(self.engine.counts['kv_peak']),
         **trajectory_metrics(trajectories),
     }
 

@@ -95,7 +95,6 @@ class Engine:
   Attributes:
     greedy: draw the likeliest token instead, in the same programs.
     version: version of the weights.
-    counts: steps, decoded, prefilled and padded tokens so far.
     pages: the page pool.
 
   Raises:
@@ -128,10 +127,10 @@ class Engine:
     self._weights: Any = None
     self._seed = seed
     self.version = -1
-    self.counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
+    self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
-    self._step = _step_program(cfg, seed, sampling)
+    self._step = _step_program(cfg, sampling)
 
   def load_params(self, weights: Any, version: int) -> None:
     """Takes the weights of a version; pages of other versions become misses.
@@ -215,7 +214,11 @@ class Engine:
       return []
     batch, samplers = self._pack(chunks, shape)
     self._pool, tokens, logps, routes = self._step(
-        self._weights, self._pool, batch, np.float32(not self.greedy)
+        self._weights,
+        self._pool,
+        batch,
+        np.uint32(self._seed),
+        np.float32(not self.greedy),
     )
     tokens, logps = np.asarray(tokens), np.asarray(logps)
     routes = np.asarray(routes)
@@ -224,7 +227,7 @@ class Engine:
     for i, slot in enumerate(samplers):
       self._sequence(slot).tokens.append(int(tokens[i]))
       drawn.append(Drawn(slot, int(tokens[i]), logps[i]))
-    self.counts['decoded'] += len(drawn)
+    self._counts['decoded'] += len(drawn)
     return drawn
 
   def release(self, slot: int) -> tuple[list[int], np.ndarray]:
@@ -245,6 +248,17 @@ class Engine:
       known = np.concatenate(seq.routes)
       routes[: len(known)] = known
     return seq.tokens, routes
+
+  @property
+  def counts(self) -> dict[str, int]:
+    """Steps, tokens and KV pages so far; `kv_peak` is the most in use."""
+    pages = self.pages
+    return dict(
+        self._counts,
+        kv_hits=pages.hits,
+        kv_misses=pages.misses,
+        kv_peak=pages.peak,
+    )
 
   @property
   def busy(self) -> bool:
@@ -339,9 +353,9 @@ class Engine:
       at += count
     finished = np.full(n // size + self.max_sequences, self.pages.bin, np.int32)
     finished[: len(full)] = full
-    self.counts['steps'] += 1
-    self.counts['prefilled'] += at - sum(c == 1 for _, c in chunks)
-    self.counts['padded'] += n - at
+    self._counts['steps'] += 1
+    self._counts['prefilled'] += at - sum(c == 1 for _, c in chunks)
+    self._counts['padded'] += n - at
     layout = layouts.Layout(positions, sequences, table, tiles, place)
     writes = forward_lib.Writes(pages, positions % size, finished)
     return (tokens, layout, writes, rows, ids), samplers
@@ -406,10 +420,10 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
 
 
 @functools.lru_cache(maxsize=32)
-def _step_program(cfg: PolicyConfig, seed: int, sampling: Sampling):
+def _step_program(cfg: PolicyConfig, sampling: Sampling):
   """Compiles one step: forward, then a draw for the rows that ask for one."""
 
-  def step(weights, pool, batch, noise):
+  def step(weights, pool, batch, seed, noise):
     tokens, layout, writes, rows, ids = batch
     x, routes, pool = forward_lib.forward(
         weights, tokens, layout, cfg, pool, writes

@@ -8,6 +8,7 @@ from tests.smoke import runs
 def test_workers_and_slots_change_nothing(tmp_path):
   base, _ = runs.base()
   values = {'env_pool.workers': 1, 'rollout.max_sequences': 5}
+  values |= {'rollout.engines': 1}
   done = runs.run(tmp_path / 'run', values)
   assert done.code == 0, done.errors
   runs.assert_same_result(tmp_path / 'run', base)
