@@ -123,7 +123,7 @@ def get_config(arg=None):
 
   # Learner: on-policy, one optimizer step per iteration.
   config.learner = dict(
-      iterations=80,
+      iterations=90,
       rows=8,
       row_tokens=256,
       clip_low=0.8,
@@ -134,9 +134,9 @@ def get_config(arg=None):
       on_mismatch='stop',
       optimizer=dict(
           name='adam',
-          learning_rate=1.5e-4,
+          learning_rate=3e-4,
           warmup=0,
-          decay='constant',
+          decay='linear',
           clip_norm=1.0,
           weight_decay=0.0,
           b2=0.95,

@@ -31,6 +31,7 @@ def _invariance(args):
   report = invariance.measure(
       cfg,
       sequences=config.rollout.max_sequences,
+      engines=config.rollout.engines,
       rows=config.learner.rows,
       row_tokens=config.learner.row_tokens,
       rounds=args.rounds,

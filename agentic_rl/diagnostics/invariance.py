@@ -20,12 +20,14 @@ from agentic_rl.learner import update
 from agentic_rl.policy import model
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import engine as engine_lib
+from agentic_rl.rollout import engines as engines_lib
 
 
 def measure(
     cfg: PolicyConfig,
     *,
     sequences: int,
+    engines: int,
     rows: int,
     row_tokens: int,
     rounds: int = 9,
@@ -36,6 +38,7 @@ def measure(
   Args:
     cfg: shape of the policy.
     sequences: sequences that decode at once.
+    engines: engines that share them.
     rows: rows of a microbatch.
     row_tokens: tokens of a row.
     rounds: timed repetitions; medians are reported.
@@ -49,7 +52,9 @@ def measure(
   for name, exact in (('exact', True), ('free', False)):
     note(f'compiling the {name} arm')
     arm = dataclasses.replace(cfg, exact=exact)
-    arms[name] = _decoder(arm, sequences), _learner(arm, rows, row_tokens)
+    arms[name] = _decoder(arm, sequences, engines), _learner(
+        arm, rows, row_tokens
+    )
   seconds: dict[str, list[list[float]]] = {n: [[], []] for n in arms}
   for i in range(rounds):
     note(f'round {i + 1} of {rounds}')
@@ -66,15 +71,24 @@ def measure(
       'learner_tokens_per_s': tokens / medians['exact'][1],
       'learner_tokens_per_s_free': tokens / medians['free'][1],
       'sequences': sequences,
+      'engines': engines,
       'microbatch_tokens': tokens,
       'rounds': rounds,
   }
 
 
-def _decoder(cfg: PolicyConfig, sequences: int) -> Callable[[], float]:
+def _decoder(
+    cfg: PolicyConfig, sequences: int, engines: int
+) -> Callable[[], float]:
   """Returns a function that times some decode steps of full batches."""
   steps, rng = 4, np.random.default_rng(0)
-  engine = engine_lib.Engine(cfg, 0, max_sequences=sequences)
+  engine = engines_lib.Engines(
+      cfg,
+      0,
+      engines=engines,
+      max_sequences=sequences,
+      sampling=engine_lib.Sampling(),
+  )
   engine.load_params(model.init(cfg, 0), 0)
 
   def fill():

@@ -408,6 +408,7 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
   rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
   shapes = [StepShape(*s) for s in steps] or [
       StepShape(rows, max_sequences),
+      StepShape(2 * rows, max_sequences + rows // 4),
       StepShape(4 * rows, max_sequences + rows // 2),
   ]
   for shape in shapes:
