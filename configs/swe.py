@@ -71,7 +71,7 @@ def get_config(arg=None):
 
   # Warm start: supervised learning on an imperfect scripted expert.
   config.warm_start = dict(
-      steps=560,
+      steps=510,
       sequences=18,
       rows=4,
       observation_weight=0.3,
@@ -123,7 +123,7 @@ def get_config(arg=None):
 
   # Learner: on-policy, one optimizer step per iteration.
   config.learner = dict(
-      iterations=90,
+      iterations=105,
       rows=8,
       row_tokens=256,
       clip_low=0.8,
