@@ -32,6 +32,7 @@ def get_config(arg=None):
   config.warm_start = dict(
       steps=4,
       sequences=8,
+      rows=4,
       observation_weight=0.3,
       noise=dict(verify=0.5),
       balance=0.001,
