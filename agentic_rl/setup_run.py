@@ -407,9 +407,9 @@ def reuse_freed_memory() -> bool:
   """
   try:
     libc = ctypes.CDLL(None)
-    m_trim_threshold, m_mmap_threshold = -1, -3
+    m_trim_threshold, m_mmap_max = -1, -4
     return bool(
-        libc.mallopt(m_mmap_threshold, 32 << 20)
+        libc.mallopt(m_mmap_max, 0)
         and libc.mallopt(m_trim_threshold, (1 << 31) - 1)
     )
   except (OSError, AttributeError):
