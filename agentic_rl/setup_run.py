@@ -186,6 +186,11 @@ def setup(config: Any, workdir: pathlib.Path) -> Run:
   except ValueError as error:
     run.stack.close()
     raise common.ConfigError(str(error)) from error
+  except AttributeError as error:
+    run.stack.close()
+    if not isinstance(error.obj, common.ConfigDict):
+      raise
+    raise common.ConfigError(f'the config lacks a field: {error}') from error
   except BaseException:
     run.stack.close()
     raise

@@ -16,10 +16,13 @@ fail and to measure what exactness costs.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Iterator
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +32,41 @@ F32 = jnp.float32
 
 # XLA:CPU's YNN fusion picks the inner kernel by the shape of the whole product.
 CPU_OPTION = 'xla_cpu_experimental_ynn_fusion_type'
+
+
+_TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    'target', default=None
+)
+
+
+def platform() -> str:
+  """Returns what programs are made for: 'cpu', 'gpu' or 'tpu'."""
+  return _TARGET.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def target(name: str) -> Iterator[None]:
+  """Within it, programs are lowered for another platform than this machine's.
+
+  Args:
+    name: 'cpu', 'gpu' or 'tpu'.
+  """
+  token = _TARGET.set(name)
+  try:
+    yield
+  finally:
+    _TARGET.reset(token)
+
+
+def interpret() -> bool:
+  """Whether Pallas kernels are interpreted: True on CPU, False on TPU.
+
+  Raises:
+    ValueError: on a platform that has no Pallas kernels.
+  """
+  if platform() == 'gpu':
+    raise ValueError("impl='pallas' on gpu: allowed are 'auto' and 'xla'")
+  return platform() == 'cpu'
 
 
 @jax.custom_jvp
@@ -63,7 +101,7 @@ class Numerics:
   @property
   def emulated(self) -> bool:
     """True where bfloat16 values are held in float32 arrays (on CPU)."""
-    return self.dtype == 'bfloat16' and jax.default_backend() == 'cpu'
+    return self.dtype == 'bfloat16' and platform() == 'cpu'
 
   @property
   def storage(self) -> Any:
@@ -106,16 +144,17 @@ class Numerics:
 
   def dot(self, x, w, dims):
     """`lax.dot_general` accumulated in float32 at the highest precision."""
+    # Products of two bfloat16 numbers are exact in float32 as they are.
+    exact = x.dtype == w.dtype == jnp.bfloat16
     return lax.dot_general(
         x,
         w,
         dims,
-        precision=lax.Precision.HIGHEST,
+        precision=lax.Precision.DEFAULT if exact else lax.Precision.HIGHEST,
         preferred_element_type=F32,
     )
 
 
-@functools.cache
 def compiler_options(exact: bool = True) -> dict[str, Any]:
   """Returns the compiler options that every exact program needs.
 
@@ -123,8 +162,11 @@ def compiler_options(exact: bool = True) -> dict[str, Any]:
     RuntimeError: on CPU, if this jaxlib does not know the option that exactness
       needs.
   """
-  if not exact or jax.default_backend() != 'cpu':
-    return {}
+  return _cpu_options() if exact and platform() == 'cpu' else {}
+
+
+@functools.cache
+def _cpu_options() -> dict[str, Any]:
   options = {CPU_OPTION: ''}
   try:
     jax.jit(lambda x: x + 1, compiler_options=options)(jnp.zeros(()))
@@ -143,14 +185,28 @@ def jit(fun, *, exact: bool = True, **kwargs):
 
 
 def choose(impl: str, table: dict[str, Any], op: str):
-  """Returns the implementation of an op; 'auto' takes 'xla'.
+  """Returns the implementation of an op.
+
+  Args:
+    impl: a key of the table, or 'auto': 'pallas' on TPU where the op has it,
+      else 'xla'. What 'auto' chose is logged once.
+    table: implementations by name.
+    op: for messages.
 
   Raises:
     ValueError: if `impl` is not offered for this op.
   """
-  name = 'xla' if impl == 'auto' else impl
+  name = impl
+  if impl == 'auto':
+    name = 'pallas' if platform() == 'tpu' and 'pallas' in table else 'xla'
+    _log_choice(op, name, platform())
   if name not in table:
     raise ValueError(
         f'impl={impl!r} of {op}: allowed are {["auto", *sorted(table)]}'
     )
   return table[name]
+
+
+@functools.cache
+def _log_choice(op: str, name: str, where: str) -> None:
+  logging.info("%s: impl='auto' is %r on %s", op, name, where)

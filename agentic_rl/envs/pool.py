@@ -140,7 +140,6 @@ class EnvPool:
     os.chmod(self._root, 0o711)  # sandboxes may run as another user
     self._envs: dict[Hashable, _Journal] = {}
     self._requests: dict[int, _Request] = {}  # in the order of their deadlines
-
     self._homes: dict[str, int] = {}
     self._results: collections.deque[EnvResult] = collections.deque()
     self._next = 0
@@ -178,7 +177,6 @@ class EnvPool:
     self._next += 1
     journal = _Journal(self._next, worker, seed, fields)
     self._envs[env_id] = journal
-
     self._submit(env_id, 'reset', [seed, fields])
 
   def submit_step(self, env_id: Hashable, action_text: str) -> None:
@@ -196,7 +194,10 @@ class EnvPool:
       return
     if journal.request is not None:
       del self._requests[journal.request.id]
-
+    # An answer that nobody polled yet is not for the id's next episode.
+    self._results = collections.deque(
+        result for result in self._results if result.env_id != env_id
+    )
     journal.worker.load -= 1
     self._send(journal.worker, [0, journal.number, 'close'])
 

@@ -30,8 +30,8 @@ def make(
   """Returns an optimizer that leaves the routers' balance biases alone.
 
   Args:
-    name: 'adam', or 'muon' (Source: arXiv:2502.16982) with Adam on all that is
-      not a matrix of a layer.
+    name: 'adam', or 'muon' (Source: arXiv:2502.16982) with Nesterov Adam,
+      never decayed, on all that is not a matrix of a layer.
     learning_rate: peak.
     steps: length of the schedule in updates.
     warmup: updates of linear warm-up.

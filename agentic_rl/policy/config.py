@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any, Mapping
 
 from kernels_pallas.numerics import Numerics
@@ -70,23 +71,24 @@ class PolicyConfig:
   remat: bool = False
 
   def __post_init__(self):
+    kinds = {'int': (int,), 'float': (int, float), 'bool': (bool,)}
+    for field in dataclasses.fields(self):
+      kind = kinds.get(str(field.type), (str,))
+      holds = type(getattr(self, field.name)) in kind
+      _need(holds, self, field.name, f'{field.type} values')
+      if kind == (int,):
+        least = 0 if field.name in _MAY_BE_ZERO else 1
+        holds = getattr(self, field.name) >= least
+        _need(holds, self, field.name, f'at least {least}')
     if not self.head_width:
       _need(self.width % self.heads == 0, self, 'width', 'a multiple of heads')
       object.__setattr__(self, 'head_width', self.width // self.heads)
     _need(self.head_width % 2 == 0, self, 'head_width', 'an even number')
     _need(self.heads % self.kv_heads == 0, self, 'heads', 'kv_heads x integer')
-    for name in (
-        'vocab',
-        'width',
-        'layers',
-        'kv_heads',
-        'window',
-        'topk_pages',
-    ):
-      _need(getattr(self, name) >= 1, self, name, 'at least 1')
-    _need(self.page % 8 == 0 and self.page > 0, self, 'page', 'a multiple of 8')
+    _need(0 < self.rope_theta < math.inf, self, 'rope_theta', 'above 0')
+    _need(self.page % 8 == 0, self, 'page', 'a multiple of 8')
     _need(
-        self.max_context > 0 and self.max_context % self.page == 0,
+        self.max_context % self.page == 0,
         self,
         'max_context',
         f'a multiple of page={self.page}',
@@ -151,6 +153,8 @@ def _need(holds: bool, config: PolicyConfig, name: str, allowed: str) -> None:
         f'policy.{name}={getattr(config, name)!r}: allowed is {allowed}'
     )
 
+
+_MAY_BE_ZERO = ('head_width', 'experts', 'shared_width', 'dense_layers')
 
 # Deep and narrow by default: few heads, many layers, small experts.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -108,7 +108,7 @@ def forward(
     if cfg.experts:
       routes = routes.reshape(-1, *routes.shape[2:])
   if not cfg.moe_layers:
-    routes = jnp.zeros((0, tokens_T.shape[0], 1), jnp.int32)
+    routes = jnp.zeros((0, tokens_T.shape[0], cfg.topk_experts), jnp.int32)
   x = rows.rms_norm(x, weights['final_norm'], numerics=num, impl=cfg.impl)
   return x, routes, pool
 

@@ -242,8 +242,8 @@ class Engine:
     self._slots[slot] = None
     self._reserved -= self.cfg.pages_per_sequence
     cfg = self.cfg
-    width = cfg.topk_experts if cfg.moe_layers else 1
-    routes = np.full((len(seq.tokens), cfg.moe_layers, width), -1, np.int16)
+    shape = (len(seq.tokens), cfg.moe_layers, cfg.topk_experts)
+    routes = np.full(shape, -1, np.int16)
     if seq.routes:
       known = np.concatenate(seq.routes)
       routes[: len(known)] = known

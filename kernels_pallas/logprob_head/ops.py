@@ -105,7 +105,8 @@ def sample(
     keys_T: PRNG keys [T]; a row's draw depends on its key and its logits only.
     temperature: >= 0; 0 is greedy, its log-prob is taken at temperature 1.
     top_k: draw from the k most likely tokens; 0 for all.
-    top_p: draw from the smallest set whose mass reaches top_p; in (0, 1].
+    top_p: draw from the smallest set whose mass reaches top_p, after top-k and
+      renormalised; in (0, 1].
     noise: factor of the noise, a number or a traced scalar; 0 draws greedily at
       the same temperature, in the same program.
     numerics: rounding and summation rules.
@@ -152,6 +153,8 @@ def _support(z_TV, top_k, top_p, numerics):
   if top_p < 1:
     z = jnp.take_along_axis(z_TV, order, -1)
     p = numerics.keep(jnp.exp(z - z[:, :1]))
+    if top_k:  # the mass of the nucleus is counted among the top k
+      p = jnp.where(jnp.arange(p.shape[1]) < top_k, p, 0)
     p = numerics.keep(p * (1 / numerics.tree_sum(p))[:, None])
     ahead = jnp.take_along_axis(_mass_ahead(p, numerics), rank, -1)
     keep &= ahead < top_p

@@ -223,6 +223,21 @@ def test_reset_again_drops_the_running_episode():
     assert pool.poll(0.2) == []
 
 
+def test_an_answer_to_a_closed_episode_is_dropped():
+  with pool_lib.EnvPool('forkme', workers=1) as pool:
+    pool.submit_reset(1, 0, GUESS)
+    take(pool)
+    pool.submit_step(1, 'guess 1')
+    # It arrives with another's, and is not polled before the episode closes.
+    deadline = time.monotonic() + 10
+    while not pool._results and time.monotonic() < deadline:
+      for key, mask in pool._selector.select(0.1):
+        pool._serve(key.data, mask)
+    assert len(pool._results) == 1
+    pool.submit_reset(1, 1, GUESS)
+    assert take(pool)[1].kind == 'reset'
+
+
 def test_poll_waits_no_longer_than_told():
   with pool_lib.EnvPool('forkme', workers=1) as pool:
     start = time.monotonic()

@@ -88,6 +88,21 @@ def test_unknown_fields_and_wrong_types(tmp_path, values, words):
   assert not (tmp_path / 'run').exists()
 
 
+def test_a_config_without_a_field(tmp_path):
+  path = tmp_path / 'short.py'
+  path.write_text(
+      'from configs import swe\n\n'
+      'def get_config(arg=None):\n'
+      '  config = swe.get_config(arg)\n'
+      '  with config.unlocked():\n'
+      '    del config.learner.rows\n'
+      '  return config\n'
+  )
+  done = runs.run(tmp_path / 'run', {}, config=f'{path}:debug')
+  refused(done, 'the config lacks a field', 'rows')
+  assert unused(tmp_path / 'run')
+
+
 def test_unknown_arguments(tmp_path):
   done = runs.run(tmp_path, {}, config='configs/swe.py:debgu')
   refused(done, "'debgu'", 'near: debug')
