@@ -22,9 +22,9 @@ import dataclasses
 import functools
 from typing import Any, Iterator
 
-from absl import logging
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax import lax
 
 ROW_TILE = 64  # height of every dense matrix product

@@ -12,8 +12,8 @@ import os
 from typing import Any, Callable, Sequence
 
 import jax
-from jax.experimental import topologies
 import numpy as np
+from jax.experimental import topologies
 
 from kernels_pallas import numerics as nx
 

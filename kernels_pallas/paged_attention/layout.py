@@ -85,10 +85,17 @@ def row_layout(positions_BT, page_size: int) -> Layout:
   )
 
 
-def to_tiles(x_T, layout: Layout, fill=0):
-  """Returns [tiles, QUERY_TILE, ...], the stream in tile order."""
+def to_tiles(x_T, layout: Layout, fill=0, tile: int = QUERY_TILE):
+  """Returns [tiles, tile, ...], the stream in tile order.
+
+  Args:
+    x_T: [T, ...].
+    layout: of the stream.
+    fill: value of empty lanes.
+    tile: tokens of a tile; of the learner's rows, any divisor of the page.
+  """
   if layout.tiles is None:
-    return x_T.reshape(-1, QUERY_TILE, *x_T.shape[1:])
+    return x_T.reshape(-1, tile, *x_T.shape[1:])
   return x_T.at[layout.tiles].get(mode='fill', fill_value=fill)
 
 
@@ -100,14 +107,14 @@ def from_tiles(x_tR, layout: Layout):
   return flat.at[layout.tile_place_T].get(mode='fill', fill_value=0)
 
 
-def tile_facts(layout: Layout, page_size: int):
+def tile_facts(layout: Layout, page_size: int, tile: int = QUERY_TILE):
   """Returns what the lanes of each tile have in common.
 
   Returns:
-    positions [tiles, QUERY_TILE], -1 in empty lanes; page-table rows
-    [tiles, W]; the current page [tiles].
+    positions [tiles, tile], -1 in empty lanes; page-table rows [tiles, W]; the
+    current page [tiles].
   """
-  positions = to_tiles(layout.positions_T, layout, fill=-1)
-  rows = to_tiles(layout.sequences_T, layout).max(-1)
+  positions = to_tiles(layout.positions_T, layout, fill=-1, tile=tile)
+  rows = to_tiles(layout.sequences_T, layout, tile=tile).max(-1)
   current = jnp.maximum(positions.max(-1), 0) // page_size
   return positions, layout.page_table_SW[rows], current

@@ -15,12 +15,19 @@ import jax
 
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import backward
+from kernels_pallas.paged_attention import pallas_tpu
+from kernels_pallas.paged_attention import pallas_tpu_backward
 from kernels_pallas.paged_attention import reference
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.layout import QUERY_TILE
 from kernels_pallas.paged_attention.layout import Layout
 
-IMPLS = {'xla': xla.attend, 'reference': reference.attend}
+# Forward, and backward on packed rows.
+IMPLS = {
+    'pallas': (pallas_tpu.attend, pallas_tpu_backward.attend_rows_backward),
+    'xla': (xla.attend, backward.attend_rows_backward),
+    'reference': (reference.attend, backward.attend_rows_backward),
+}
 
 
 def paged_attention(
@@ -51,7 +58,7 @@ def paged_attention(
     selected_TKj: int32 [T, K, j] page numbers within the sequence that each
       token and KV head selected besides its current page, -1 for none; None for
       full causal attention.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'pallas', 'xla' or 'reference'.
 
   Returns:
     [T, N, H], rounded to `numerics.dtype`; rows in no tile are zero.
@@ -63,7 +70,7 @@ def paged_attention(
   _check(q_TNH, kv_MCKh, layout, window, selected_TKj)
   fun = nx.choose(impl, IMPLS, 'paged_attention')
   if layout.row_length is None:
-    return fun(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics)[0]
+    return fun[0](q_TNH, kv_MCKh, layout, selected_TKj, window, numerics)[0]
   return _attend_rows(
       q_TNH, kv_MCKh, layout, selected_TKj, window, numerics, fun
   )
@@ -112,20 +119,17 @@ def _check(q, kv, layout, window, selected):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend_rows(q, kv, layout, selected, window, numerics, fun):
-  return fun(q, kv, layout, selected, window, numerics)[0]
+  return fun[0](q, kv, layout, selected, window, numerics)[0]
 
 
 def _rows_forward(q, kv, layout, selected, window, numerics, fun):
-  out, lse = fun(q, kv, layout, selected, window, numerics)
+  out, lse = fun[0](q, kv, layout, selected, window, numerics)
   return out, (q, kv, layout, selected, out, lse)
 
 
 def _rows_backward(window, numerics, fun, saved, g):
-  del fun
   q, kv, layout, selected, out, lse = saved
-  dq, dkv = backward.attend_rows_backward(
-      q, kv, layout, selected, out, lse, g, window, numerics
-  )
+  dq, dkv = fun[1](q, kv, layout, selected, out, lse, g, window, numerics)
   return dq, dkv, None, None
 
 

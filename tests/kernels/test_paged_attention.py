@@ -16,6 +16,7 @@ from tests.kernels import streams
 
 DTYPES = samples.DTYPES
 MODES = ('full', 'window', 'block')
+FAST = ('xla', 'pallas')
 WINDOW, TOPK = 11, 2
 PACK = [[0, 4], [1, 2, 3], [3, 0]]  # rows of 5, 4 and 3 pages
 
@@ -61,9 +62,9 @@ def attend(dtype, mode, impl='xla'):
 
 
 @functools.cache
-def gradients(dtype, mode, direct=False):
+def gradients(dtype, mode, impl='xla', direct=False):
   """Compiled (q, kv, g, layout, selected) -> out, (dq, dkv)."""
-  fun = attention(dtype, mode, direct=direct)
+  fun = attention(dtype, mode, impl, direct)
 
   def run(q, kv, g, layout, selected):
     value, pull = jax.vjp(lambda q, kv: fun(q, kv, layout, selected), q, kv)
@@ -128,7 +129,7 @@ def compiled(**options):
   )
 
 
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ['reference', 'xla', 'pallas'])
 def test_by_hand(impl):
   log2 = 2 * math.log(2)  # divided by √4, a key of 1 doubles the weight
   run = functools.partial(hand, impl=impl)
@@ -159,27 +160,29 @@ def test_reference_groups_heads():
 # Against the reference; pools are full of NaN where nobody wrote.
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_stream_values(dtype, mode):
+def test_stream_values(dtype, mode, impl):
   data = streams.world(dtype)
   chunks = streams.whole(data)
-  ours = in_stream(data, dtype, mode, chunks)
+  ours = in_stream(data, dtype, mode, chunks, impl=impl)
   expected = in_stream(data, 'float32', mode, chunks, impl='reference')
   assert len(ours) == sum(data.lengths)
   for key, row in expected.items():
     samples.close(ours[key], row, dtype)
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_row_values_and_gradients(dtype, mode):
+def test_row_values_and_gradients(dtype, mode, impl):
   data = streams.world(dtype)
   q, kv, layout, place = streams.packed(data, PACK, 80)
   g = np.array(samples.normal(9, q.shape, dtype))
   g[[i for i, p in enumerate(place) if p is None]] = 0  # padding has no loss
   selected = chosen(place, len(q))
-  out, grads = gradients(dtype, mode)(q, kv, g, layout, selected)
+  out, grads = gradients(dtype, mode, impl)(q, kv, g, layout, selected)
   reference = gradients('float32', mode, direct=True)
   expected, expected_grads = reference(q, kv, g, layout, selected)
   ours, theirs = (streams.by_place(x, place) for x in (out, expected))
@@ -189,32 +192,34 @@ def test_row_values_and_gradients(dtype, mode):
     samples.close(a, b, dtype)
     assert np.abs(np.asarray(a)).max() > 0.1
   # The gradient program's own forward has the bits of the plain one.
-  samples.same_bits(out, attend(dtype, mode)(q, kv, layout, selected))
+  samples.same_bits(out, attend(dtype, mode, impl)(q, kv, layout, selected))
 
 
 # Bits.
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_a_row_is_pure(dtype, mode):
+def test_a_row_is_pure(dtype, mode, impl):
   data = streams.world(dtype)
-  full = in_stream(data, dtype, mode, streams.whole(data))
+  stream = functools.partial(in_stream, data, dtype, mode, impl=impl)
+  full = stream(streams.whole(data))
   # Other chunks in another order over other pages.
   for seed in (1, 2):
-    cut = streams.pieces(data, seed)
-    out = in_stream(data, dtype, mode, cut, seed=seed)
+    out = stream(streams.pieces(data, seed), seed=seed)
     assert out.keys() == full.keys()
     same(out, full)
   # Single tokens, other company, another number of tiles.
   last = [(s, n - 1, 1) for s, n in reversed([*enumerate(data.lengths)])]
-  same(in_stream(data, dtype, mode, last, seed=3, tiles=7), full)
+  same(stream(last, seed=3, tiles=7), full)
   # The learner's rows, whatever fills the padding.
-  rows = in_rows(data, dtype, mode)
+  packed = functools.partial(in_rows, data, dtype, mode, impl=impl)
+  rows = packed()
   assert rows.keys() == full.keys()
   same(rows, full)
-  same(in_rows(data, dtype, mode, fill=1e4), full)
-  same(in_rows(data, dtype, mode, pack=[[4], [2, 1], [0, 3]]), full)
+  same(packed(fill=1e4), full)
+  same(packed(pack=[[4], [2, 1], [0, 3]]), full)
 
 
 @pytest.mark.parametrize('mode', MODES)

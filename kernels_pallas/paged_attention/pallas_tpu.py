@@ -1,0 +1,520 @@
+"""Paged attention for TPU: two ways to walk the pages, one arithmetic.
+
+A tile is a few tokens of one sequence; its rows, tokens x G query heads of one
+KV head, lie on the lanes, keys on the sublanes, so that maxima and sums run
+over sublanes and the row statistics are [1, R] vectors. Every page is one step
+of the online softmax, in the order of position; a page that a row does not see
+is an exact no-op for it, so both walks give the same bits:
+
+  * `_walk`: the pages of a list, brought by DMA a few at a time while the last
+    few are multiplied. Serves the engine (decode and prefill chunks, all
+    layers) and the learner's full and block-sparse layers. Only the current
+    page, always the last, needs a mask per element.
+  * `_slide`: the learner's sliding windows. Pages lie at fixed distances in the
+    stream, so all masks but one row vector are known when it compiles, and the
+    pipeline of the grid brings the pages.
+
+Source of the online softmax: arXiv:2205.14135.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import numerics as nx
+from kernels_pallas.paged_attention.layout import QUERY_TILE
+from kernels_pallas.paged_attention.layout import from_tiles
+from kernels_pallas.paged_attention.layout import tile_facts
+from kernels_pallas.paged_attention.layout import to_tiles
+
+LANES = 128
+ROWS = 256  # rows of the score block that live in registers together
+WALK_PAGES = 4  # pages of one step of `_walk`
+SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
+SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
+
+_NONE = -1e30  # maximum of a row that saw no key yet; finite, so never NaN
+_FAR = 1e30  # shift that makes every probability of a row zero
+
+_BY_WIDTH = (((1,), (1,)), ((), ()))  # ch, rh -> cr
+_BY_KEY = (((0,), (0,)), ((), ()))  # ch, cr -> hr
+
+
+def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
+  """Returns the output [T, N, H] and the log-sum-exp of the scores [T, N].
+
+  See `ops.paged_attention`.
+
+  Raises:
+    ValueError: on a head width or a page that the chip does not take.
+  """
+  page, heads, both = kv_MCKh.shape[1:]
+  _check_chip(page, both // 2)
+  shape = _Shape(page, heads, both // 2, q_TNH.shape[1] // heads, numerics)
+  kv = kv_MCKh.reshape(*kv_MCKh.shape[:2], heads * both)
+  if window is not None and _slides(layout, page, window):
+    return _slide_rows(q_TNH, kv, layout, window, shape)
+  return _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape)
+
+
+def _check_chip(page: int, width: int) -> None:
+  if nx.interpret():
+    return
+  if width % 64:
+    raise ValueError(f'head width {width}: a multiple of 64 is allowed on TPU')
+  if page % 16:
+    raise ValueError(f'page size {page}: a multiple of 16 is allowed on TPU')
+
+
+class _Shape:
+  """Sizes that all kernels share.
+
+  Attributes:
+    page: C.
+    heads: K.
+    width: H.
+    group: G.
+    numerics: rounding rules.
+    packed: keys and values of a head share one row of lanes (H = 64): queries
+      are padded with zeros, outputs lie in the last H rows.
+    scale: of the scores, with the factor of exp2.
+  """
+
+  def __init__(self, page, heads, width, group, numerics):
+    self.page, self.heads, self.width, self.group = page, heads, width, group
+    self.numerics = numerics
+    self.packed = width % LANES != 0
+    self.scale = width**-0.5 * math.log2(math.e)
+
+  @property
+  def depth(self) -> int:
+    """Width of the query rows and height of the accumulator."""
+    return 2 * self.width if self.packed else self.width
+
+  def keep(self, x):
+    """`Numerics.keep`; Mosaic compiles what is written."""
+    return self.numerics.keep(x) if nx.interpret() else x
+
+  def start(self, rows):
+    """Returns (m [1, R], l [1, R], acc [depth, R]) of rows that saw nothing."""
+    zero = jnp.zeros((1, rows), nx.F32)
+    return zero + _NONE, zero, jnp.zeros((self.depth, rows), nx.F32)
+
+  def step(self, state, q, kv, seen=None, rows=None):
+    """One page of the online softmax.
+
+    Args:
+      state: (m, l, acc).
+      q: [R, depth].
+      kv: [C, 2H], finite.
+      seen: bool [C, R], or None for all.
+      rows: bool [1, R], which rows see the page, or None for all.
+
+    Returns:
+      The new state.
+    """
+    m, l, acc = state
+    keep, dot = self.keep, self.numerics.dot
+    k, v = (
+        (kv, kv) if self.packed else (kv[:, : self.width], kv[:, self.width :])
+    )
+    s = keep(dot(k, q, _BY_WIDTH))
+    if seen is not None:
+      s = jnp.where(seen, s, -jnp.inf)
+    best = s.max(0, keepdims=True)
+    if rows is not None:
+      best = jnp.where(rows, best, -jnp.inf)
+    m_new = jnp.maximum(m, best)
+    shift = m_new if rows is None else jnp.where(rows, m_new, _FAR)
+    a = keep(jnp.exp2(keep((m - m_new) * self.scale)))
+    p = keep(jnp.exp2(keep((s - shift) * self.scale)))
+    l = keep(l * a) + _tree_sum_keys(p)
+    pv = keep(dot(v, self.numerics.cast(p).astype(v.dtype), _BY_KEY))
+    return m_new, l, keep(acc * a) + pv
+
+  def finish(self, state):
+    """Returns the output [R, depth] and the log-sum-exp [1, R]."""
+    m, l, acc = state
+    l = jnp.maximum(l, 1e-30)
+    out = self.numerics.cast(self.keep(acc * (1 / l)))
+    lse = self.keep(m * self.width**-0.5) + self.keep(jnp.log(l))
+    return out.T, lse
+
+  def pad(self, q):
+    """Widens query rows [..., H] to [..., depth]."""
+    if not self.packed:
+      return q
+    return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, self.width)])
+
+  def cut(self, out):
+    """Returns the [..., H] of [..., depth] that hold the output."""
+    return out[..., self.depth - self.width :]
+
+
+def _tree_sum_keys(p):
+  """`Numerics.tree_sum` over the first axis, [C, R] -> [1, R]."""
+  size = 1 << (p.shape[0] - 1).bit_length()
+  if size != p.shape[0]:
+    p = jnp.pad(p, [(0, size - p.shape[0]), (0, 0)])
+  while size > 1:
+    size //= 2
+    p = p[:size] + p[size:]
+  return p
+
+
+def _iota(shape, axis):
+  return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+# ------------------------------------------------------------- lists of pages
+
+
+def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
+  """Attention of tiles that lie within a page, over lists of pages."""
+  page, heads, group = shape.page, shape.heads, shape.group
+  tile = QUERY_TILE
+  if layout.tiles is None:
+    tile = _row_tile(page, group)
+  positions, table, current = tile_facts(layout, page, tile)
+  count, numbers = _visits(
+      selected_TKj, window, layout, positions, current, table.shape[1], shape
+  )
+  tiles, rows = positions.shape[0], tile * group
+  listed = jnp.take_along_axis(table[:, None], numbers, 2)
+  walk = jnp.concatenate([count[..., None], listed, numbers], -1)[:, :, None]
+  q = to_tiles(q_TNH, layout, tile=tile)
+  q = q.reshape(tiles, tile, heads, group, -1).transpose(2, 0, 1, 3, 4)
+  q = shape.pad(q.reshape(heads, tiles, rows, -1))
+  inputs = [walk, jnp.repeat(positions, group, 1)[:, None], q, kv]
+  own = walk.shape[1] > 1
+  specs = [
+      pl.BlockSpec(
+          (1, 1, 1, walk.shape[3]),
+          lambda k, t: (t, k if own else 0, 0, 0),
+          memory_space=pltpu.SMEM,
+      ),
+      pl.BlockSpec((1, 1, rows), lambda k, t: (t, 0, 0)),
+      pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
+      pl.BlockSpec(memory_space=pl.ANY),
+  ]
+  if selected_TKj is not None:
+    chosen = _chosen_rows(selected_TKj, layout, tile, group)
+    inputs.append(chosen)
+    specs.append(
+        pl.BlockSpec((1, 1, chosen.shape[2], rows), lambda k, t: (t, k, 0, 0))
+    )
+  out, lse = pl.pallas_call(
+      functools.partial(
+          _walk,
+          shape=shape,
+          window=window,
+          capacity=numbers.shape[2],
+          sparse=selected_TKj is not None,
+      ),
+      grid=(heads, tiles),
+      in_specs=specs,
+      out_specs=[
+          pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
+          pl.BlockSpec((1, 1, 1, rows), lambda k, t: (k, t, 0, 0)),
+      ],
+      out_shape=[
+          jax.ShapeDtypeStruct(q.shape, q.dtype),
+          jax.ShapeDtypeStruct((heads, tiles, 1, rows), nx.F32),
+      ],
+      scratch_shapes=[
+          pltpu.VMEM((2 * WALK_PAGES + 1, page, 2 * shape.width), kv.dtype),
+          pltpu.SemaphoreType.DMA((2 * WALK_PAGES + 1,)),
+      ],
+      compiler_params=pltpu.CompilerParams(
+          dimension_semantics=('arbitrary', 'arbitrary')
+      ),
+      interpret=nx.interpret(),
+      name='paged_attention_walk',
+  )(*inputs)
+  return _to_stream(out, lse, layout, tile, shape)
+
+
+def _chosen_rows(selected_TKj, layout, tile, group):
+  """Selected pages of each row, [tiles, K, j to a multiple of 8, R]."""
+  chosen = to_tiles(selected_TKj, layout, fill=-1, tile=tile)
+  chosen = chosen.transpose(0, 2, 3, 1)
+  extra = -chosen.shape[2] % 8
+  chosen = jnp.pad(
+      chosen, [(0, 0), (0, 0), (0, extra), (0, 0)], constant_values=-1
+  )
+  return jnp.repeat(chosen, group, 3)
+
+
+def _row_tile(page: int, group: int) -> int:
+  """Tokens of a tile of the learner: a divisor of the page."""
+  tile = page
+  while tile * group > ROWS and tile % 2 == 0 and tile > QUERY_TILE:
+    tile //= 2
+  return tile
+
+
+def _to_stream(out, lse, layout, tile, shape):
+  """[K, tiles, R, depth] and [K, tiles, 1, R] -> [T, N, H] and [T, N]."""
+  heads, tiles = out.shape[:2]
+  out = shape.cut(out).reshape(heads, tiles, tile, shape.group, shape.width)
+  out = out.transpose(1, 2, 0, 3, 4).reshape(tiles, tile, -1, shape.width)
+  lse = lse.reshape(heads, tiles, tile, shape.group).transpose(1, 2, 0, 3)
+  lse = lse.reshape(tiles, tile, -1)
+  return from_tiles(out, layout), from_tiles(lse, layout)
+
+
+def _visits(selected, window, layout, positions, current, pages, shape):
+  """Pages each tile visits, ascending, the current page last.
+
+  Returns:
+    count int32 [tiles, K or 1], 0 for an empty tile, and page numbers int32
+    [tiles, K or 1, capacity]; entries past the count repeat the current page.
+  """
+  tile = positions.shape[1]
+  last = current[:, None, None]
+  if selected is None:
+    first = jnp.zeros_like(last)
+    capacity = pages
+    if window is not None:
+      lowest = jnp.min(jnp.where(positions >= 0, positions, 1 << 30), 1)
+      lowest = jnp.minimum(lowest, current * shape.page)[:, None, None]
+      first = jnp.maximum(lowest - window + 1, 0) // shape.page
+      capacity = min(pages, (window + shape.page - 2) // shape.page + 1)
+    numbers = jnp.minimum(first + jnp.arange(capacity), last)
+    count = (last - first)[..., 0] + 1
+  else:
+    nothing = jnp.int32(1 << 30)
+    chosen = to_tiles(selected, layout, fill=-1, tile=tile)
+    live = (positions >= 0)[:, :, None, None] & (chosen >= 0)
+    live &= chosen != current[:, None, None, None]
+    chosen = jnp.where(live, chosen, nothing).transpose(0, 2, 1, 3)
+    chosen = jnp.sort(chosen.reshape(*chosen.shape[:2], -1), -1)
+    before = jnp.pad(
+        chosen[..., :-1], [(0, 0), (0, 0), (1, 0)], constant_values=-1
+    )
+    chosen = jnp.sort(jnp.where(chosen == before, nothing, chosen), -1)
+    chosen = chosen[..., : min(pages, chosen.shape[-1])]
+    count = (chosen < nothing).astype(jnp.int32).sum(-1) + 1
+    chosen = jnp.pad(chosen, [(0, 0), (0, 0), (0, 1)], constant_values=1 << 30)
+    numbers = jnp.where(chosen < nothing, chosen, last)
+  count = jnp.where((positions >= 0).any(1)[:, None], count, 0)
+  return count.astype(jnp.int32), numbers.astype(jnp.int32)
+
+
+def _walk(walk, pos, q, kv, *rest, shape, window, capacity, sparse):
+  """Grid (K, tiles): one tile of one KV head."""
+  chosen = rest[0] if sparse else None
+  out, lse, pages, sems = rest[1 if sparse else 0 :]
+  head = pl.program_id(0)
+  count = walk[0, 0, 0, 0]
+  lanes = pl.ds(head * 2 * shape.width, 2 * shape.width)
+  if not nx.interpret():
+    lanes = pl.ds(
+        pl.multiple_of(head * 2 * shape.width, LANES), 2 * shape.width
+    )
+  current_slot = 2 * WALK_PAGES
+
+  def copy(place, slot):
+    source = kv.at[walk[0, 0, 0, 1 + place], :, lanes]
+    return pltpu.make_async_copy(source, pages.at[slot], sems.at[slot])
+
+  def fetch(step):
+    """The copies of a step; past the list the last past page comes again."""
+    base = lax.rem(step, 2) * WALK_PAGES
+    return [
+        copy(jnp.minimum(step * WALK_PAGES + u, count - 2), base + u)
+        for u in range(WALK_PAGES)
+    ]
+
+  rows = q.shape[2]
+  position = pos[0]
+  query = q[0, 0]
+  steps = lax.div(count - 1 + WALK_PAGES - 1, WALK_PAGES)
+  offsets = _iota((shape.page, 1), 0)
+
+  def in_window(number):
+    return number * shape.page + offsets > position - window
+
+  def visit(step, state):
+    for c in fetch(step):
+      c.wait()
+
+    @pl.when(step + 1 < steps)
+    def _():
+      for c in fetch(step + 1):
+        c.start()
+
+    base = lax.rem(step, 2) * WALK_PAGES
+    for u in range(WALK_PAGES):
+      place = step * WALK_PAGES + u
+      number = walk[0, 0, 0, 1 + capacity + jnp.minimum(place, count - 2)]
+      here = jnp.full((1, rows), place, jnp.int32) < count - 1
+      if sparse:
+        hit = jnp.where(chosen[0, 0] == number, 1.0, 0.0)
+        here &= hit.max(0, keepdims=True) > 0
+      seen = in_window(number) if window is not None else None
+      state = shape.step(state, query, pages[base + u], seen, here)
+    return state
+
+  @pl.when(count > 0)
+  def _():
+    last = copy(count - 1, current_slot)
+    last.start()
+
+    @pl.when(count > 1)
+    def _():
+      for c in fetch(0):
+        c.start()
+
+    state = lax.fori_loop(0, steps, visit, shape.start(rows))
+    last.wait()
+    number = walk[0, 0, 0, 1 + capacity + count - 1]
+    inside = position - number * shape.page
+    # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
+    written = offsets <= jnp.max(inside)
+    page = pages[current_slot]
+    page = jnp.where(written, page, jnp.zeros_like(page))
+    seen = offsets <= inside
+    if window is not None:
+      seen &= in_window(number)
+    out[0, 0], lse[0, 0] = shape.finish(shape.step(state, query, page, seen))
+
+  @pl.when(count == 0)
+  def _():
+    out[0, 0] = jnp.zeros(out.shape[2:], out.dtype)
+    lse[0, 0] = jnp.zeros(lse.shape[2:], nx.F32)
+
+
+# ------------------------------------------------------------ sliding windows
+
+
+def _slides(layout, page, window) -> bool:
+  """Whether `_slide` serves: rows, and a window of few pages."""
+  return layout.row_length is not None and _back(page, window) <= SLIDE_PAGES
+
+
+def _back(page: int, window: int) -> int:
+  """Pages before a token's own that its window touches."""
+  return -(-(window - 1) // page)
+
+
+def _own_pages(pages: int, page: int) -> int:
+  """Pages of queries of a grid step: a divisor of the row's pages."""
+  own = max(1, SLIDE_TOKENS // page)
+  while pages % own:
+    own -= 1
+  return own
+
+
+def _slide_plan(shape, own, back, window):
+  """What each block of rows of a tile of `_slide` visits.
+
+  Yields:
+    The first row, the number of rows, and for each visited page (its number
+    from the first page of the window; whether some of its keys are in the
+    future of some row, are out of the window of some row, may be of another
+    sequence).
+  """
+  page, group = shape.page, shape.group
+  tokens = max(1, min(page, ROWS // group))
+  while page % tokens:
+    tokens -= 1
+  for t0 in range(0, own * page, tokens):
+    t1 = t0 + tokens - 1
+    plan = []
+    for j in range(back + own):
+      off = (j - back) * page
+      if off <= t1 and t0 - (off + page - 1) < window:
+        plan.append((
+            j, off + page - 1 > t0, t1 - off >= window, off < t0 // page * page
+        ))  # fmt: skip
+    yield t0 * group, tokens * group, plan
+
+
+def _ahead(shape, r, rows):
+  """int32 [C, rows], query's place in the tile - key's place in its page."""
+  query = r // shape.group + lax.div(_iota((shape.page, rows), 1), shape.group)
+  return query - _iota((shape.page, rows), 0)
+
+
+def _slide_rows(q_TNH, kv, layout, window, shape):
+  """Sliding windows over packed rows, whose pages are the stream itself."""
+  page, heads, group = shape.page, shape.heads, shape.group
+  total = q_TNH.shape[0] // page
+  own = _own_pages(layout.row_length // page, page)
+  back, tile = _back(page, window), own * page
+  tiles, rows = total // own, tile * group
+  stream = jnp.arange(q_TNH.shape[0], dtype=jnp.int32)
+  first = (stream - layout.positions_T) // page  # of the token's sequence
+  first = jnp.repeat(first.reshape(tiles, tile), group, 1)[:, None]
+  q = q_TNH.reshape(tiles, tile, heads, group, -1).transpose(2, 0, 1, 3, 4)
+  q = shape.pad(q.reshape(heads, tiles, rows, -1))
+  both = 2 * shape.width
+
+  def past(j):
+    return pl.BlockSpec(
+        (1, page, both),
+        lambda k, t: (jnp.maximum(t * own - back + j, 0), 0, k),
+    )
+
+  out, lse = pl.pallas_call(
+      functools.partial(_slide, shape=shape, window=window, own=own),
+      grid=(heads, tiles),
+      in_specs=[
+          pl.BlockSpec((1, 1, rows), lambda k, t: (t, 0, 0)),
+          pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
+          *(past(j) for j in range(back)),
+          pl.BlockSpec((own, page, both), lambda k, t: (t, 0, k)),
+      ],
+      out_specs=[
+          pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
+          pl.BlockSpec((1, 1, 1, rows), lambda k, t: (k, t, 0, 0)),
+      ],
+      out_shape=[
+          jax.ShapeDtypeStruct(q.shape, q.dtype),
+          jax.ShapeDtypeStruct((heads, tiles, 1, rows), nx.F32),
+      ],
+      scratch_shapes=[pltpu.VMEM((back + own, page, both), kv.dtype)],
+      compiler_params=pltpu.CompilerParams(
+          dimension_semantics=('arbitrary', 'arbitrary')
+      ),
+      interpret=nx.interpret(),
+      name='paged_attention_slide',
+  )(first, q, *([kv] * (back + 1)))
+  return _to_stream(out, lse, layout, tile, shape)
+
+
+def _slide(first, q, *rest, shape, window, own):
+  """Grid (K, tiles): `own` pages of queries of one KV head."""
+  *past, current, out, lse, pages = rest
+  page, back = shape.page, len(past)
+  start = pl.program_id(1) * own  # stream page of the tile's first token
+  for j in range(back + own):
+    kv = past[j][0] if j < back else current[j - back]
+    # What no row of the tile sees may hold anything, and 0 · NaN is NaN.
+    pages[j] = jnp.where(jnp.abs(kv) < 3e38, kv, jnp.zeros_like(kv))
+  for r, rows, plan in _slide_plan(shape, own, back, window):
+    part = pl.ds(r, rows)
+    query, begin = q[0, 0, part], first[0, :, part]
+    ahead = _ahead(shape, r, rows)
+    state = shape.start(rows)
+    for j, diagonal, edge, other in plan:
+      off = (j - back) * page
+      seen = None
+      if diagonal:
+        seen = ahead >= off
+      if edge:
+        near = ahead < window + off
+        seen = near if seen is None else seen & near
+      mine = begin <= start + j - back if other else None
+      state = shape.step(state, query, pages[j], seen, mine)
+    o, e = shape.finish(state)
+    out[0, 0, part] = o
+    lse[0, 0, :, part] = e

@@ -1,0 +1,105 @@
+"""The TPU compiler takes paged attention at the shapes that policies use."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas import numerics as nx
+from kernels_pallas import tpu_compiler
+from kernels_pallas.paged_attention import layout as layouts
+from kernels_pallas.paged_attention import ops
+
+pytestmark = pytest.mark.tpu_compile
+BF16 = nx.Numerics('bfloat16')
+MODES = {
+    'full': {},
+    'window 128': dict(window=128),
+    'window 512': dict(window=512),
+    'block': dict(topk=16),
+}
+TOKENS, HEADS, KV_HEADS = 2048, 16, 4
+
+
+def struct(shape, dtype=jnp.bfloat16):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def call(q, kv, layout, selected, window):
+  return ops.paged_attention(
+      q,
+      kv,
+      layout,
+      numerics=BF16,
+      window=window,
+      selected_TKj=selected,
+      impl='pallas',
+  )
+
+
+def learner(width, page, window=None, topk=0):
+  """Value and gradients over two packed rows."""
+
+  def run(q, kv, positions, selected):
+    layout = layouts.row_layout(positions, page)
+    fun = lambda q, kv: call(q, kv, layout, selected if topk else None, window)
+    value, pull = jax.vjp(fun, q, kv)
+    return value, *pull(value)
+
+  return run, [
+      struct((TOKENS, HEADS, width)),
+      struct((TOKENS // page, page, KV_HEADS, 2 * width)),
+      struct((2, TOKENS // 2), jnp.int32),
+      struct((TOKENS, KV_HEADS, topk), jnp.int32),
+  ]
+
+
+def engine(width, page, window=None, topk=0, tokens=256, sequences=64):
+  """A step that mixes decode and prefill chunks; 32k tokens of context."""
+  pages, tiles = 32768 // page, sequences + tokens // layouts.QUERY_TILE
+
+  def run(q, kv, positions, rows, table, lanes, place, selected):
+    layout = layouts.Layout(positions, rows, table, lanes, place)
+    return call(q, kv, layout, selected if topk else None, window)
+
+  return run, [
+      struct((tokens, HEADS, width)),
+      struct((4096, page, KV_HEADS, 2 * width)),
+      struct((tokens,), jnp.int32),
+      struct((tokens,), jnp.int32),
+      struct((sequences, pages), jnp.int32),
+      struct((tiles, layouts.QUERY_TILE), jnp.int32),
+      struct((tokens,), jnp.int32),
+      struct((tokens, KV_HEADS, topk), jnp.int32),
+  ]
+
+
+@pytest.mark.parametrize('chip', sorted(tpu_compiler.CHIPS))
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('page', [64, 128])
+@pytest.mark.parametrize('width', [64, 128, 256])
+def test_learner_compiles(chip, mode, page, width):
+  run, args = learner(width, page, **MODES[mode])
+  text = tpu_compiler.compile_for(run, args, chip).as_text()
+  name = 'slide' if 'window' in mode else 'walk'
+  assert f'paged_attention_{name}' in text
+  assert 'paged_attention_backward' in text
+
+
+@pytest.mark.parametrize('chip', sorted(tpu_compiler.CHIPS))
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('page', [64, 128])
+@pytest.mark.parametrize('width', [64, 128, 256])
+def test_engine_compiles(chip, mode, page, width):
+  run, args = engine(width, page, **MODES[mode])
+  text = tpu_compiler.compile_for(run, args, chip).as_text()
+  assert 'paged_attention_walk' in text
+
+
+def test_unsupported_shapes_are_named():
+  compile_ = functools.partial(tpu_compiler.compile_for, chip='v5e')
+  with pytest.raises(ValueError, match='head width 96: a multiple of 64'):
+    compile_(*learner(96, 128))
+  with pytest.raises(ValueError, match='page size 8: a multiple of 16'):
+    compile_(*engine(128, 8))
