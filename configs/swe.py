@@ -97,8 +97,8 @@ def get_config(arg=None):
 
   # Rollouts: P tasks x G samples per iteration.
   config.rollout = dict(
-      tasks=8,
-      group=16,
+      tasks=16,
+      group=8,
       engines=2,
       max_sequences=128,
       pool_pages=0,
