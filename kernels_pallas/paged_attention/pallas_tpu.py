@@ -35,8 +35,9 @@ from kernels_pallas.paged_attention.layout import tile_facts
 from kernels_pallas.paged_attention.layout import to_tiles
 
 LANES = 128
-ROWS = 256  # rows of the score block that live in registers together
-WALK_PAGES = 4  # pages of one step of `_walk`
+ROWS = 256  # rows of one score block
+DENSE_ROWS = 512  # rows of a tile where every past page is visited
+WALK_PAGES = 8  # pages of one step of `_walk`, any number gives the same bits
 SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
 SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
 
@@ -107,25 +108,28 @@ class _Shape:
     zero = jnp.zeros((1, rows), nx.F32)
     return zero + _NONE, zero, jnp.zeros((self.depth, rows), nx.F32)
 
-  def step(self, state, q, kv, seen=None, rows=None):
+  def step(self, state, queries, pages, seen=None, rows=None, lanes=None):
     """One page of the online softmax.
+
+    Several KV heads may share the lanes: each head's queries are then zero in
+    the rows of the others, and adding their products changes nothing.
 
     Args:
       state: (m, l, acc).
-      q: [R, depth].
-      kv: [C, 2H], finite.
+      queries: of each head, [R, depth].
+      pages: of each head, [C, 2H], finite.
       seen: bool [C, R], or None for all.
       rows: bool [1, R], which rows see the page, or None for all.
+      lanes: of each head, bool [1, R], its rows; None for one head.
 
     Returns:
       The new state.
     """
     m, l, acc = state
     keep, dot = self.keep, self.numerics.dot
-    k, v = (
-        (kv, kv) if self.packed else (kv[:, : self.width], kv[:, self.width :])
+    s = _total(
+        keep(dot(self._keys(kv), q, _BY_WIDTH)) for kv, q in zip(pages, queries)
     )
-    s = keep(dot(k, q, _BY_WIDTH))
     if seen is not None:
       s = jnp.where(seen, s, -jnp.inf)
     best = s.max(0, keepdims=True)
@@ -136,8 +140,20 @@ class _Shape:
     a = keep(jnp.exp2(keep((m - m_new) * self.scale)))
     p = keep(jnp.exp2(keep((s - shift) * self.scale)))
     l = keep(l * a) + _tree_sum_keys(p)
-    pv = keep(dot(v, self.numerics.cast(p).astype(v.dtype), _BY_KEY))
+    p = self.numerics.cast(p).astype(pages[0].dtype)
+    parts = [p]
+    if lanes is not None:
+      parts = [jnp.where(own, p, jnp.zeros_like(p)) for own in lanes]
+    pv = _total(
+        keep(dot(self._values(kv), p, _BY_KEY)) for kv, p in zip(pages, parts)
+    )
     return m_new, l, keep(acc * a) + pv
+
+  def _keys(self, kv):
+    return kv if self.packed else kv[:, : self.width]
+
+  def _values(self, kv):
+    return kv if self.packed else kv[:, self.width :]
 
   def finish(self, state):
     """Returns the output [R, depth] and the log-sum-exp [1, R]."""
@@ -156,6 +172,11 @@ class _Shape:
   def cut(self, out):
     """Returns the [..., H] of [..., depth] that hold the output."""
     return out[..., self.depth - self.width :]
+
+
+def _total(parts):
+  """Adds the parts from the first to the last."""
+  return functools.reduce(lambda a, b: a + b, parts)
 
 
 def _tree_sum_keys(p):
@@ -179,20 +200,24 @@ def _iota(shape, axis):
 def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
   """Attention of tiles that lie within a page, over lists of pages."""
   page, heads, group = shape.page, shape.heads, shape.group
-  tile = QUERY_TILE
+  tile, together = QUERY_TILE, 1
   if layout.tiles is None:
-    tile = _row_tile(page, group)
+    tile = _row_tile(page, group, DENSE_ROWS if selected_TKj is None else ROWS)
+  elif selected_TKj is None:  # all heads visit the same pages: read them once
+    together = _together(heads, tile * group)
   positions, table, current = tile_facts(layout, page, tile)
   count, numbers = _visits(
       selected_TKj, window, layout, positions, current, table.shape[1], shape
   )
-  tiles, rows = positions.shape[0], tile * group
+  tiles, rows = positions.shape[0], together * tile * group
   listed = jnp.take_along_axis(table[:, None], numbers, 2)
   walk = jnp.concatenate([count[..., None], listed, numbers], -1)[:, :, None]
   q = to_tiles(q_TNH, layout, tile=tile)
-  q = q.reshape(tiles, tile, heads, group, -1).transpose(2, 0, 1, 3, 4)
-  q = shape.pad(q.reshape(heads, tiles, rows, -1))
-  inputs = [walk, jnp.repeat(positions, group, 1)[:, None], q, kv]
+  q = q.reshape(tiles, tile, heads // together, together, group, -1)
+  q = q.transpose(2, 0, 3, 1, 4, 5).reshape(heads // together, tiles, rows, -1)
+  q = shape.pad(q)
+  of_rows = jnp.tile(jnp.repeat(positions, group, 1), (1, together))
+  inputs = [walk, of_rows[:, None], q, kv]
   own = walk.shape[1] > 1
   specs = [
       pl.BlockSpec(
@@ -210,15 +235,17 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
     specs.append(
         pl.BlockSpec((1, 1, chosen.shape[2], rows), lambda k, t: (t, k, 0, 0))
     )
+  slots = 2 * _walk_pages() + 1
   out, lse = pl.pallas_call(
       functools.partial(
           _walk,
           shape=shape,
           window=window,
           capacity=numbers.shape[2],
+          together=together,
           sparse=selected_TKj is not None,
       ),
-      grid=(heads, tiles),
+      grid=(heads // together, tiles),
       in_specs=specs,
       out_specs=[
           pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
@@ -226,11 +253,11 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
       ],
       out_shape=[
           jax.ShapeDtypeStruct(q.shape, q.dtype),
-          jax.ShapeDtypeStruct((heads, tiles, 1, rows), nx.F32),
+          jax.ShapeDtypeStruct((heads // together, tiles, 1, rows), nx.F32),
       ],
       scratch_shapes=[
-          pltpu.VMEM((2 * WALK_PAGES + 1, page, 2 * shape.width), kv.dtype),
-          pltpu.SemaphoreType.DMA((2 * WALK_PAGES + 1,)),
+          pltpu.VMEM((slots, page, together * 2 * shape.width), kv.dtype),
+          pltpu.SemaphoreType.DMA((slots,)),
       ],
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=('arbitrary', 'arbitrary')
@@ -238,7 +265,21 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
       interpret=nx.interpret(),
       name='paged_attention_walk',
   )(*inputs)
-  return _to_stream(out, lse, layout, tile, shape)
+  return _to_stream(out, lse, layout, tile, shape, together)
+
+
+def _walk_pages() -> int:
+  # Less to compile where the compiler is not the chip's.
+  return 2 if nx.interpret() else WALK_PAGES
+
+
+def _together(heads: int, rows: int) -> int:
+  """KV heads of one grid step: a divisor, at most ROWS rows."""
+  return max(
+      n
+      for n in range(1, heads + 1)
+      if heads % n == 0 and (n == 1 or n * rows <= ROWS)
+  )
 
 
 def _chosen_rows(selected_TKj, layout, tile, group):
@@ -252,21 +293,25 @@ def _chosen_rows(selected_TKj, layout, tile, group):
   return jnp.repeat(chosen, group, 3)
 
 
-def _row_tile(page: int, group: int) -> int:
-  """Tokens of a tile of the learner: a divisor of the page."""
+def _row_tile(page: int, group: int, most: int = ROWS) -> int:
+  """Tokens of a tile of at most so many rows: a divisor of the page."""
   tile = page
-  while tile * group > ROWS and tile % 2 == 0 and tile > QUERY_TILE:
+  while tile * group > most and tile % 2 == 0 and tile > QUERY_TILE:
     tile //= 2
   return tile
 
 
-def _to_stream(out, lse, layout, tile, shape):
+def _to_stream(out, lse, layout, tile, shape, together=1):
   """[K, tiles, R, depth] and [K, tiles, 1, R] -> [T, N, H] and [T, N]."""
-  heads, tiles = out.shape[:2]
-  out = shape.cut(out).reshape(heads, tiles, tile, shape.group, shape.width)
-  out = out.transpose(1, 2, 0, 3, 4).reshape(tiles, tile, -1, shape.width)
-  lse = lse.reshape(heads, tiles, tile, shape.group).transpose(1, 2, 0, 3)
-  lse = lse.reshape(tiles, tile, -1)
+  tiles = out.shape[1]
+
+  def order(x):  # [K / together, tiles, together · tile · G, h]
+    x = x.reshape(-1, tiles, together, tile, shape.group, x.shape[-1])
+    x = x.transpose(1, 3, 0, 2, 4, 5)
+    return x.reshape(tiles, tile, -1, x.shape[-1])
+
+  out = order(shape.cut(out))
+  lse = order(lse.swapaxes(2, 3))[..., 0]
   return from_tiles(out, layout), from_tiles(lse, layout)
 
 
@@ -308,18 +353,19 @@ def _visits(selected, window, layout, positions, current, pages, shape):
   return count.astype(jnp.int32), numbers.astype(jnp.int32)
 
 
-def _walk(walk, pos, q, kv, *rest, shape, window, capacity, sparse):
-  """Grid (K, tiles): one tile of one KV head."""
+def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together, sparse):
+  """Grid (K / together, tiles): one tile of some KV heads."""
   chosen = rest[0] if sparse else None
   out, lse, pages, sems = rest[1 if sparse else 0 :]
   head = pl.program_id(0)
   count = walk[0, 0, 0, 0]
-  lanes = pl.ds(head * 2 * shape.width, 2 * shape.width)
+  both = 2 * shape.width
+  start = head * together * both
   if not nx.interpret():
-    lanes = pl.ds(
-        pl.multiple_of(head * 2 * shape.width, LANES), 2 * shape.width
-    )
-  current_slot = 2 * WALK_PAGES
+    start = pl.multiple_of(start, LANES)
+  lanes = pl.ds(start, together * both)
+  at_once = _walk_pages()
+  current_slot = 2 * at_once
 
   def copy(place, slot):
     source = kv.at[walk[0, 0, 0, 1 + place], :, lanes]
@@ -327,22 +373,40 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, sparse):
 
   def fetch(step):
     """The copies of a step; past the list the last past page comes again."""
-    base = lax.rem(step, 2) * WALK_PAGES
+    base = lax.rem(step, 2) * at_once
     return [
-        copy(jnp.minimum(step * WALK_PAGES + u, count - 2), base + u)
-        for u in range(WALK_PAGES)
+        copy(jnp.minimum(step * at_once + u, count - 2), base + u)
+        for u in range(at_once)
     ]
 
-  rows = q.shape[2]
-  position = pos[0]
-  query = q[0, 0]
-  steps = lax.div(count - 1 + WALK_PAGES - 1, WALK_PAGES)
+  total = q.shape[2]
+  blocks = [pl.ds(r, min(ROWS, total - r)) for r in range(0, total, ROWS)]
+  # Where several heads share the lanes, there is one block.
+  owners = None
+  if together > 1:
+    row = lax.div(_iota((1, total), 1), total // together)
+    owners = [row == i for i in range(together)]
+    query = q[0, 0]
+    of_row = lax.div(_iota((total, 1), 0), total // together)
+    queries = [
+        [
+            jnp.where(of_row == i, query, jnp.zeros_like(query))
+            for i in range(together)
+        ]
+    ]
+  else:
+    queries = [[q[0, 0, rows]] for rows in blocks]
+
+  def split(page):
+    return [page[:, i * both : (i + 1) * both] for i in range(together)]
+
+  steps = lax.div(count - 1 + at_once - 1, at_once)
   offsets = _iota((shape.page, 1), 0)
 
-  def in_window(number):
-    return number * shape.page + offsets > position - window
+  def in_window(number, rows):
+    return number * shape.page + offsets > pos[0, :, rows] - window
 
-  def visit(step, state):
+  def visit(step, states):
     for c in fetch(step):
       c.wait()
 
@@ -351,17 +415,19 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, sparse):
       for c in fetch(step + 1):
         c.start()
 
-    base = lax.rem(step, 2) * WALK_PAGES
-    for u in range(WALK_PAGES):
-      place = step * WALK_PAGES + u
+    base = lax.rem(step, 2) * at_once
+    for u in range(at_once):
+      place = step * at_once + u
       number = walk[0, 0, 0, 1 + capacity + jnp.minimum(place, count - 2)]
-      here = jnp.full((1, rows), place, jnp.int32) < count - 1
-      if sparse:
-        hit = jnp.where(chosen[0, 0] == number, 1.0, 0.0)
-        here &= hit.max(0, keepdims=True) > 0
-      seen = in_window(number) if window is not None else None
-      state = shape.step(state, query, pages[base + u], seen, here)
-    return state
+      page = split(pages[base + u])
+      for i, rows in enumerate(blocks):
+        here = jnp.full((1, rows.size), place, jnp.int32) < count - 1
+        if sparse:
+          hit = jnp.where(chosen[0, 0, :, rows] == number, 1.0, 0.0)
+          here &= hit.max(0, keepdims=True) > 0
+        seen = in_window(number, rows) if window is not None else None
+        states[i] = shape.step(states[i], queries[i], page, seen, here, owners)
+    return states
 
   @pl.when(count > 0)
   def _():
@@ -373,18 +439,21 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, sparse):
       for c in fetch(0):
         c.start()
 
-    state = lax.fori_loop(0, steps, visit, shape.start(rows))
+    states = [shape.start(rows.size) for rows in blocks]
+    states = lax.fori_loop(0, steps, visit, states)
     last.wait()
     number = walk[0, 0, 0, 1 + capacity + count - 1]
-    inside = position - number * shape.page
+    inside = pos[0] - number * shape.page
     # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
     written = offsets <= jnp.max(inside)
     page = pages[current_slot]
-    page = jnp.where(written, page, jnp.zeros_like(page))
-    seen = offsets <= inside
-    if window is not None:
-      seen &= in_window(number)
-    out[0, 0], lse[0, 0] = shape.finish(shape.step(state, query, page, seen))
+    page = split(jnp.where(written, page, jnp.zeros_like(page)))
+    for i, rows in enumerate(blocks):
+      seen = offsets <= pos[0, :, rows] - number * shape.page
+      if window is not None:
+        seen &= in_window(number, rows)
+      state = shape.step(states[i], queries[i], page, seen, None, owners)
+      out[0, 0, rows], lse[0, 0, :, rows] = shape.finish(state)
 
   @pl.when(count == 0)
   def _():
@@ -405,9 +474,9 @@ def _back(page: int, window: int) -> int:
   return -(-(window - 1) // page)
 
 
-def _own_pages(pages: int, page: int) -> int:
+def _own_pages(pages: int, page: int, tokens: int = SLIDE_TOKENS) -> int:
   """Pages of queries of a grid step: a divisor of the row's pages."""
-  own = max(1, SLIDE_TOKENS // page)
+  own = max(1, tokens // page)
   while pages % own:
     own -= 1
   return own
@@ -514,7 +583,7 @@ def _slide(first, q, *rest, shape, window, own):
         near = ahead < window + off
         seen = near if seen is None else seen & near
       mine = begin <= start + j - back if other else None
-      state = shape.step(state, query, pages[j], seen, mine)
+      state = shape.step(state, [query], [pages[j]], seen, mine)
     o, e = shape.finish(state)
     out[0, 0, part] = o
     lse[0, 0, :, part] = e

@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import pallas_tpu as forward
 from kernels_pallas.paged_attention.layout import tile_facts
-from kernels_pallas.paged_attention.layout import to_tiles
 
 # Keys in bfloat16 and gradients in float32 of one row and head, twice each.
 ROW_BYTES = 96 << 20
+SLIDE_TOKENS = 128  # tokens of one grid step of a sliding window
 
 _BY_ROWS = (((1,), (0,)), ((), ()))  # cr, rh -> ch
 
@@ -63,7 +63,7 @@ def attend_rows_backward(
   _check_row(layout.row_length, both, kv_MCKh.dtype)
   slide = window is not None and forward._slides(layout, page, window)
   if slide:
-    own = forward._own_pages(layout.row_length // page, page)
+    own = forward._own_pages(layout.row_length // page, page, SLIDE_TOKENS)
     tile = own * page
   else:
     own, tile = 0, forward._row_tile(page, group)
@@ -221,7 +221,7 @@ def _slide(q, g, facts, kv, first, dq, dkv, *, shape, window, own):
 
 def _walk_inputs(layout, tile, in_row, selected_TKj, window, shape):
   """Returns more inputs, their specs and the kernel."""
-  page, group, heads = shape.page, shape.group, shape.heads
+  page, group = shape.page, shape.group
   positions, table, current = tile_facts(layout, page, tile)
   count, numbers = forward._visits(
       selected_TKj, window, layout, positions, current, table.shape[1], shape
@@ -255,7 +255,6 @@ def _walk_inputs(layout, tile, in_row, selected_TKj, window, shape):
             lambda k, r, t: (r * in_row + t, k, 0, 0),
         )
     )
-  del heads
   kernel = functools.partial(_walk, shape=shape, window=window)
   return more, specs, kernel
 

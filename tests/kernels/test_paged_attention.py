@@ -16,7 +16,12 @@ from tests.kernels import streams
 
 DTYPES = samples.DTYPES
 MODES = ('full', 'window', 'block')
-FAST = ('xla', 'pallas')
+CASES = [
+    ('float32', 'xla'),
+    ('bfloat16', 'xla'),
+    ('float32', 'pallas'),
+    pytest.param('bfloat16', 'pallas', marks=pytest.mark.slow),
+]
 WINDOW, TOPK = 11, 2
 PACK = [[0, 4], [1, 2, 3], [3, 0]]  # rows of 5, 4 and 3 pages
 
@@ -160,9 +165,8 @@ def test_reference_groups_heads():
 # Against the reference; pools are full of NaN where nobody wrote.
 
 
-@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize(('dtype', 'impl'), CASES)
 def test_stream_values(dtype, mode, impl):
   data = streams.world(dtype)
   chunks = streams.whole(data)
@@ -173,9 +177,8 @@ def test_stream_values(dtype, mode, impl):
     samples.close(ours[key], row, dtype)
 
 
-@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize(('dtype', 'impl'), CASES)
 def test_row_values_and_gradients(dtype, mode, impl):
   data = streams.world(dtype)
   q, kv, layout, place = streams.packed(data, PACK, 80)
@@ -198,9 +201,8 @@ def test_row_values_and_gradients(dtype, mode, impl):
 # Bits.
 
 
-@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize(('dtype', 'impl'), CASES)
 def test_a_row_is_pure(dtype, mode, impl):
   data = streams.world(dtype)
   stream = functools.partial(in_stream, data, dtype, mode, impl=impl)
