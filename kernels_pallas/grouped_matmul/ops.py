@@ -1,4 +1,4 @@
-"""Mixture-of-experts product: slots sorted by expert, fixed row tiles, no drops.
+"""Mixture-of-experts product: slots sorted by expert, row tiles, no drops.
 
 A slot is one of the `topk` choices of one token. `plan` sorts the slots by
 expert and pads every expert's group to whole tiles; `dispatch` brings the rows
@@ -16,21 +16,29 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.grouped_matmul import pallas_tpu
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.grouped_matmul import xla
 
 GROUP_TILE = 32  # rows of one tile; all rows of a tile have one expert
+# On TPU: fewer than 128 rows take the MXU as long, 256 make better use of it.
+TPU_GROUP_TILES = (128, 256)
 
-IMPLS = {'xla': xla.Grouped, 'reference': reference.Grouped}
+IMPLS = {
+    'pallas': pallas_tpu.Grouped,
+    'xla': xla.Grouped,
+    'reference': reference.Grouped,
+}
 
 
 class Plan(NamedTuple):
-  """Where each slot goes. R rows = tiles x GROUP_TILE, padding included.
+  """Where each slot goes. R rows = tiles x tile height, padding included.
 
   Attributes:
     row_of_slot_Tk: int32 [T, topk], the sorted row of each slot.
     slot_of_row_R: int32 [R], flat slot index t·topk + j, or T·topk if padding.
-    expert_of_tile: int32 [tiles], the expert of each tile.
+    expert_of_tile: int32 [tiles], ascending, the expert of each tile; E for the
+      last tiles, which hold no slot.
   """
 
   row_of_slot_Tk: jax.Array
@@ -38,18 +46,36 @@ class Plan(NamedTuple):
   expert_of_tile: jax.Array
 
 
-def plan(experts_Tk, num_experts: int) -> Plan:
+def group_tile(slots: int, num_experts: int) -> int:
+  """Returns the height of a tile on this platform.
+
+  A row's result does not depend on the height on TPU, where it follows the mean
+  number of rows of an expert; on CPU it does.
+
+  Args:
+    slots: T·topk.
+    num_experts: E.
+  """
+  if nx.platform() != 'tpu':
+    return GROUP_TILE
+  low, high = TPU_GROUP_TILES
+  return high if slots >= high * num_experts else low
+
+
+def plan(experts_Tk, num_experts: int, tile: int | None = None) -> Plan:
   """Sorts slots by expert (stable) and pads every group to whole tiles.
 
   Args:
     experts_Tk: int32 [T, topk], values in 0..num_experts-1.
     num_experts: E.
+    tile: rows of a tile, a multiple of 16; None for `group_tile`.
 
   Returns:
     The plan; its number of tiles depends on shapes only.
 
   Raises:
-    ValueError: if the experts are not [T, topk] or num_experts < 1.
+    ValueError: if the experts are not [T, topk], num_experts < 1 or the tile is
+      no multiple of 16.
   """
   if experts_Tk.ndim != 2:
     raise ValueError(f'experts_Tk {experts_Tk.shape}: expected [T, topk]')
@@ -57,27 +83,29 @@ def plan(experts_Tk, num_experts: int) -> Plan:
     raise ValueError(f'num_experts={num_experts}: at least 1 is needed')
   flat = experts_Tk.reshape(-1)
   slots = flat.size
-  tiles = -(-slots // GROUP_TILE) + num_experts
+  if tile is None:
+    tile = group_tile(slots, num_experts)
+  if tile < 1 or tile % 16:
+    raise ValueError(f'tile={tile}: a multiple of 16 is needed')
+  tiles = (slots - 1) // tile + num_experts
   order = jnp.argsort(flat, stable=True)
   sizes = (flat[:, None] == jnp.arange(num_experts)).astype(jnp.int32).sum(0)
   start = jnp.cumsum(sizes) - sizes
-  padded = -(-sizes // GROUP_TILE) * GROUP_TILE
+  padded = -(-sizes // tile) * tile
   end = jnp.cumsum(padded)
   row_start = end - padded
   sorted_expert = flat[order]
   rank = jnp.arange(slots) - start[sorted_expert]
   row_sorted = row_start[sorted_expert] + rank
-  rows = tiles * GROUP_TILE
+  rows = tiles * tile
   row = (
       jnp.zeros(slots, jnp.int32).at[order].set(row_sorted, unique_indices=True)
   )
   slot = jnp.full(rows, slots, jnp.int32)
   slot = slot.at[row_sorted].set(order.astype(jnp.int32), unique_indices=True)
-  first = jnp.arange(tiles) * GROUP_TILE
+  first = jnp.arange(tiles) * tile
   expert = (first[:, None] >= end).astype(jnp.int32).sum(-1)
-  return Plan(
-      row.reshape(experts_Tk.shape), slot, jnp.minimum(expert, num_experts - 1)
-  )
+  return Plan(row.reshape(experts_Tk.shape), slot, expert)
 
 
 @jax.custom_vjp
@@ -152,20 +180,23 @@ def combine(y_RD, weights_Tk, plan_: Plan, *, numerics: nx.Numerics):
 def grouped_matmul(
     x_RD, w_EDF, plan_: Plan, *, numerics: nx.Numerics, impl: str = 'auto'
 ):
-  """y_r = x_r W_expert(r), in tiles of GROUP_TILE rows.
+  """y_r = x_r W_expert(r), a tile of rows at a time.
+
+  The gradient is taken of the rounded product: its cotangent is rounded to
+  `numerics.dtype`, which changes nothing where the caller rounds the result.
 
   Args:
     x_RD: [R, D] from `dispatch`.
     w_EDF: [E, D, F].
     plan_: from `plan`.
     numerics: rounding and summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'pallas', 'xla' or 'reference'.
 
   Returns:
-    float32 [R, F]; the caller rounds.
+    float32 [R, F], zero in tiles without a slot; the caller rounds.
 
   Raises:
-    ValueError: on shapes that do not fit.
+    ValueError: on shapes that do not fit, or that 'pallas' does not take.
   """
   rows = plan_.slot_of_row_R.shape[0]
   if w_EDF.ndim != 3:
@@ -190,6 +221,7 @@ def _grouped_forward(x, w, expert, fun, numerics):
 
 def _grouped_backward(fun, numerics, saved, g):
   x, w, expert = saved
+  g = numerics.cast(g)
   dx = fun.backward_rows(g, w, expert, numerics)
   dw = fun.backward_weights(x, g, expert, w.shape[0], numerics)
   return dx.astype(x.dtype), dw.astype(w.dtype), None

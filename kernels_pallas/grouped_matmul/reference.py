@@ -12,7 +12,8 @@ class Grouped:
     """Returns float32 [R, F]."""
     del numerics
     tiles = x.reshape(expert.shape[0], -1, x.shape[1])
-    y = jnp.einsum('trd,tdf->trf', tiles, w[expert], precision='highest')
+    matrices = w.at[expert].get(mode='fill', fill_value=0)
+    y = jnp.einsum('trd,tdf->trf', tiles, matrices, precision='highest')
     return y.reshape(x.shape[0], -1)
 
   @staticmethod

@@ -1,9 +1,16 @@
-"""Grouped matrix product as a loop over row tiles."""
+"""Grouped matrix product as a loop over row tiles.
+
+Tiles without a slot, whose expert is E, are zeros and meet the last expert.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import numerics as nx
+
+
+def _pick(w, e):
+  return w[jnp.minimum(e, w.shape[0] - 1)]
 
 
 class Grouped:
@@ -16,7 +23,7 @@ class Grouped:
 
     def tile(args):
       rows, e = args
-      return numerics.dot(rows, w[e], (((1,), (0,)), ((), ())))
+      return numerics.dot(rows, _pick(w, e), (((1,), (0,)), ((), ())))
 
     return lax.map(tile, (tiles, expert)).reshape(x.shape[0], w.shape[2])
 
@@ -27,7 +34,7 @@ class Grouped:
 
     def tile(args):
       rows, e = args
-      return numerics.dot(rows, w[e], (((1,), (1,)), ((), ())))
+      return numerics.dot(rows, _pick(w, e), (((1,), (1,)), ((), ())))
 
     return lax.map(tile, (tiles, expert)).reshape(g.shape[0], w.shape[1])
 
@@ -40,7 +47,7 @@ class Grouped:
 
     def tile(i, dw):
       part = numerics.dot(x_tiles[i], g_tiles[i], (((0,), (0,)), ((), ())))
-      return dw.at[expert[i]].add(part)
+      return dw.at[expert[i]].add(part, mode='drop')
 
     zero = jnp.zeros((num_experts, x.shape[1], g.shape[1]), nx.F32)
     return lax.fori_loop(0, n, tile, zero)

@@ -7,26 +7,31 @@ import functools
 import jax
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.matmul import pallas_tpu
 from kernels_pallas.matmul import reference
 from kernels_pallas.matmul import xla
 
-IMPLS = {'xla': xla.matmul, 'reference': reference.matmul}
+IMPLS = {
+    'pallas': pallas_tpu.matmul,
+    'xla': xla.matmul,
+    'reference': reference.matmul,
+}
 
 
 def matmul(x_TD, w_DF, *, numerics: nx.Numerics, impl: str = 'auto'):
-  """y = x w, every row computed in a tile of `ROW_TILE` rows.
+  """y = x w, every row computed in a row tile.
 
   Args:
     x_TD: [T, D], T a multiple of ROW_TILE.
     w_DF: [D, F].
     numerics: rounding and summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'pallas', 'xla' or 'reference'.
 
   Returns:
     float32 [T, F]; the caller rounds.
 
   Raises:
-    ValueError: on shapes that do not fit.
+    ValueError: on shapes that do not fit, or that 'pallas' does not take.
   """
   if x_TD.ndim != 2 or w_DF.ndim != 2 or x_TD.shape[1] != w_DF.shape[0]:
     raise ValueError(

@@ -172,6 +172,19 @@ def test_no_bit_differs_in_more_policies(name):
   compare(name, cfg, samples.traffic(cfg, 210, 2), programs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
+def test_no_bit_differs_with_the_pallas_kernels(precision):
+  """The TPU's kernels, interpreted, in the engine and in the learner."""
+  cfg = samples.config(**SMALL, precision=precision, impl='pallas')
+  compare(
+      f'pallas-{precision}',
+      cfg,
+      samples.traffic(cfg, 210, 5),
+      [(check_forward, WIDE), (check_update, NARROW)],
+  )
+
+
 def test_enough_was_compared():
   """Ten thousand drawn tokens, each with all its layers' experts."""
   if not COMPARED.keys() >= ARMS.keys():

@@ -14,7 +14,6 @@ from kernels_pallas.paged_attention import ops
 from tests.kernels import samples
 from tests.kernels import streams
 
-DTYPES = samples.DTYPES
 MODES = ('full', 'window', 'block')
 CASES = [
     ('float32', 'xla'),

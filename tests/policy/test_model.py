@@ -214,4 +214,4 @@ def test_dense_policy_has_no_routes(tokens):
   cfg = make(experts=0, layers=1, pattern='w')
   hidden, routes = run(cfg, quick_init(cfg), tokens)
   assert hidden.shape == (64, 32)
-  assert routes.shape == (0, 64, 1)
+  assert routes.shape == (0, 64, cfg.topk_experts)
