@@ -37,5 +37,7 @@ setuptools.setup(
             'pytest',
             'ruff',
         ],
+        # Brings the TPU compiler, which needs no TPU.
+        'tpu_compile': ['jax[tpu]>=0.10.2'],
     },
 )

@@ -71,7 +71,7 @@ def get_config(arg=None):
 
   # Warm start: supervised learning on an imperfect scripted expert.
   config.warm_start = dict(
-      steps=510,
+      steps=560,
       sequences=18,
       rows=4,
       observation_weight=0.3,
@@ -97,8 +97,8 @@ def get_config(arg=None):
 
   # Rollouts: P tasks x G samples per iteration.
   config.rollout = dict(
-      tasks=16,
-      group=8,
+      tasks=8,
+      group=16,
       engines=2,
       max_sequences=128,
       pool_pages=0,
@@ -123,7 +123,7 @@ def get_config(arg=None):
 
   # Learner: on-policy, one optimizer step per iteration.
   config.learner = dict(
-      iterations=105,
+      iterations=100,
       rows=8,
       row_tokens=256,
       clip_low=0.8,
