@@ -9,10 +9,11 @@ page is never used.
 from __future__ import annotations
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.block_selection import pallas_tpu
 from kernels_pallas.block_selection import reference
 from kernels_pallas.block_selection import xla
 
-IMPLS = {'xla': xla, 'reference': reference}
+IMPLS = {'xla': xla, 'pallas': pallas_tpu, 'reference': reference}
 
 
 def page_means(kv_MCKh, *, numerics: nx.Numerics, impl: str = 'auto'):
@@ -21,7 +22,7 @@ def page_means(kv_MCKh, *, numerics: nx.Numerics, impl: str = 'auto'):
   Args:
     kv_MCKh: [M, C, K, 2H] pages, keys in the first H columns.
     numerics: summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     float32 [M, K, H]; meaningless for pages that are not full.
@@ -47,7 +48,7 @@ def select_pages(
     page_size: C.
     topk: pages per token and KV head, at least 1.
     numerics: rounding and summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     int32 [T, K, topk] page numbers within the sequence, by falling score and

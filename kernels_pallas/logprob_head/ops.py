@@ -1,20 +1,33 @@
 """Log-prob head: LM head, log-softmax, target log-prob, entropy and sampling.
 
-Sampler and learner call the same `logprobs`; [tokens, V] is never built there.
+Sampler and learner call the same `logprobs`; [tokens, V] is never built there,
+and 'pallas' also draws without it unless top-k or top-p ask for all logits.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.logprob_head import pallas_tpu
 from kernels_pallas.logprob_head import reference
 from kernels_pallas.logprob_head import xla
 
-IMPLS = {'xla': xla, 'reference': reference}
+IMPLS = {'xla': xla, 'pallas': pallas_tpu, 'reference': reference}
+
+# (forward, backward); what the forward returns besides log-probs and entropies
+# is handed to the backward after x, w and targets.
+_GRADIENTS: dict[Any, tuple[Callable, Callable]] = {
+    xla: (xla.logprobs, xla.backward),
+    pallas_tpu: (pallas_tpu.forward, pallas_tpu.backward),
+    reference: (reference.logprobs, xla.backward),
+}
+# Those that draw from the whole vocabulary without [T, V].
+_DRAWS: dict[Any, Callable] = {pallas_tpu: pallas_tpu.draw}
 
 
 def logprobs(
@@ -31,7 +44,7 @@ def logprobs(
     targets_T: int32 [T], in 0..V-1.
     temperature: > 0.
     numerics: rounding and summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     float32 log-probs [T] and float32 entropies [T] in nats.
@@ -42,8 +55,8 @@ def logprobs(
   if not temperature > 0:
     raise ValueError(f'temperature={temperature}: must be above 0')
   _check(x_TD, w_DV, targets_T, 'targets_T', numerics)
-  fun = nx.choose(impl, IMPLS, 'logprobs').logprobs
-  return _logprobs(x_TD, w_DV, targets_T, float(temperature), numerics, fun)
+  made = nx.choose(impl, IMPLS, 'logprobs')
+  return _logprobs(x_TD, w_DV, targets_T, float(temperature), numerics, made)
 
 
 def _check(x, w, rest, name, numerics):
@@ -61,20 +74,20 @@ def _check(x, w, rest, name, numerics):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _logprobs(x, w, targets, temperature, numerics, fun):
-  return fun(x, w, targets, temperature, numerics)
+def _logprobs(x, w, targets, temperature, numerics, made):
+  return made.logprobs(x, w, targets, temperature, numerics)
 
 
-def _forward(x, w, targets, temperature, numerics, fun):
-  out = fun(x, w, targets, temperature, numerics)
-  return out, (x, w, targets)
+def _forward(x, w, targets, temperature, numerics, made):
+  fun = _GRADIENTS[made][0]
+  logp, entropy, *rest = fun(x, w, targets, temperature, numerics)
+  return (logp, entropy), (x, w, targets, *rest)
 
 
-def _backward(temperature, numerics, fun, saved, grads):
-  del fun
-  x, w, targets = saved
-  g_logp, g_entropy = grads
-  dx, dw = xla.backward(x, w, targets, g_logp, g_entropy, temperature, numerics)
+def _backward(temperature, numerics, made, saved, grads):
+  x, w = saved[:2]
+  fun = _GRADIENTS[made][1]
+  dx, dw = fun(*saved, *grads, temperature, numerics)
   return dx.astype(x.dtype), dw.astype(w.dtype), None
 
 
@@ -110,7 +123,7 @@ def sample(
     noise: factor of the noise, a number or a traced scalar; 0 draws greedily at
       the same temperature, in the same program.
     numerics: rounding and summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     tokens int32 [T] and their float32 log-probs [T].
@@ -121,15 +134,20 @@ def sample(
   """
   check_sampling(temperature, top_k, top_p)
   _check(x_TD, w_DV, keys_T, 'keys_T', numerics)
-  fun = nx.choose(impl, IMPLS, 'sample')
+  made = nx.choose(impl, IMPLS, 'sample')
   divisor = temperature if temperature > 0 else 1.0
-  z = fun.logits(x_TD, w_DV, divisor, numerics)
-  if top_k or top_p < 1:
-    z = jnp.where(_support(z, top_k, top_p, numerics), z, -jnp.inf)
-  if temperature > 0:
-    gumbel = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))
-    z = z + numerics.keep(gumbel(keys_T) * noise)
-  tokens = jnp.argmax(z, -1).astype(jnp.int32)
+  if made in _DRAWS and not top_k and top_p == 1:
+    tokens = _DRAWS[made](
+        x_TD, w_DV, keys_T, divisor, noise, temperature == 0, numerics
+    )
+  else:
+    z = made.logits(x_TD, w_DV, divisor, numerics)
+    if top_k or top_p < 1:
+      z = jnp.where(_support(z, top_k, top_p, numerics), z, -jnp.inf)
+    if temperature > 0:
+      gumbel = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))
+      z = z + numerics.keep(gumbel(keys_T) * noise)
+    tokens = jnp.argmax(z, -1).astype(jnp.int32)
   logp, _ = logprobs(
       x_TD, w_DV, tokens, temperature=divisor, numerics=numerics, impl=impl
   )

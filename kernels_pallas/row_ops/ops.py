@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.row_ops import pallas_tpu
 from kernels_pallas.row_ops import reference
 from kernels_pallas.row_ops import xla
 
-IMPLS = {'xla': xla, 'reference': reference}
+IMPLS = {'xla': xla, 'pallas': pallas_tpu, 'reference': reference}
 
 
 def rms_norm(x_TD, gain_D, *, numerics, eps: float = 1e-6, impl='auto'):
@@ -25,7 +27,7 @@ def rms_norm(x_TD, gain_D, *, numerics, eps: float = 1e-6, impl='auto'):
     gain_D: [D].
     numerics: rounding and summation rules.
     eps: added to the mean square.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     [..., D], rounded to `numerics.dtype`.
@@ -51,7 +53,7 @@ def rope(x_TNH, positions_T, *, numerics, theta: float = 1e4, impl='auto'):
     positions_T: int32 [T].
     numerics: rounding rules.
     theta: base of the wavelengths.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     [T, N, H], rounded to `numerics.dtype`.
@@ -86,7 +88,7 @@ def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
     topk: experts per token, 1..E.
     gating: 'softmax' or 'sigmoid'.
     numerics: summation rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     weights float32 [T, topk] that add up to 1, experts int32 [T, topk] by
@@ -106,7 +108,7 @@ def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
   if not 1 <= topk <= logits_TE.shape[-1]:
     raise ValueError(f'topk={topk}: allowed is 1..{logits_TE.shape[-1]}')
   fun = nx.choose(impl, IMPLS, 'router').router
-  return fun(logits_TE, bias_E, topk, gating, numerics)
+  return _router(logits_TE, bias_E, topk, gating, numerics, fun)
 
 
 def swiglu(gate_TF, up_TF, *, numerics, impl='auto'):
@@ -116,7 +118,7 @@ def swiglu(gate_TF, up_TF, *, numerics, impl='auto'):
     gate_TF: [T, F].
     up_TF: [T, F].
     numerics: rounding rules.
-    impl: 'auto', 'xla' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
     [T, F], rounded to `numerics.dtype`.
@@ -194,3 +196,35 @@ _swiglu.defvjp(
     lambda gate, up, *rest: (_swiglu(gate, up, *rest), (gate, up)),
     _swiglu_backward,
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _router(logits, bias, topk, gating, numerics, fun):
+  return fun(logits, bias, topk, gating, numerics)
+
+
+def _router_forward(logits, bias, topk, gating, numerics, fun):
+  weights, experts = fun(logits, bias, topk, gating, numerics)
+  return (weights, experts), (logits, bias, weights, experts)
+
+
+def _router_backward(topk, gating, numerics, fun, saved, grads):
+  """softmax: dl = w (g - Σ w g); sigmoid: dl = s (1-s) (g - Σ w g) / Σ s."""
+  del numerics, fun
+  logits, bias, weights, experts = saved
+  dl = grads[0] - (weights * grads[0]).sum(-1, keepdims=True)
+  if gating == 'softmax':
+    dl = weights * dl
+  else:
+    s = jax.nn.sigmoid(jnp.take_along_axis(logits, experts, -1))
+    dl = dl * s * (1 - s) / s.sum(-1, keepdims=True)
+  # The experts of a token differ, so at most one slot falls on a logit.
+  expert = jnp.arange(logits.shape[-1])
+  parts = [
+      jnp.where(experts[:, i : i + 1] == expert, dl[:, i : i + 1], 0)
+      for i in range(topk)
+  ]
+  return sum(parts[1:], parts[0]).astype(logits.dtype), jnp.zeros_like(bias)
+
+
+_router.defvjp(_router_forward, _router_backward)

@@ -10,12 +10,15 @@ import pytest
 
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import ops
+from kernels_pallas.logprob_head import pallas_tpu
 from kernels_pallas.logprob_head import xla
 from tests.kernels import samples
 
 F32 = samples.EXACT['float32']
 DTYPES = samples.DTYPES
 ROWS = nx.ROW_TILE
+ALL = ['reference', 'xla', 'pallas']
+FAST = ['xla', 'pallas']
 
 
 def logprobs(dtype='float32', impl='xla', temperature=1.0):
@@ -43,7 +46,7 @@ def rows_of(logits):
   )
 
 
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ALL)
 def test_by_hand(impl):
   x, w = rows_of([0, math.log(2), math.log(5)])
   logp, entropy = nx.jit(logprobs(impl=impl))(x, w, np.arange(ROWS) % 3)
@@ -59,12 +62,13 @@ def test_by_hand(impl):
   )
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize(
     ('rows', 'vocab', 'temperature'),
-    [(64, 7, 1.0), (256, 1100, 0.7), (192, 512, 1.3)],
+    [(64, 7, 1.0), (256, 1100, 0.7), (192, 512, 1.3), (1088, 520, 1.0)],
 )
-def test_values_and_gradients(dtype, rows, vocab, temperature):
+def test_values_and_gradients(dtype, rows, vocab, temperature, impl):
   x = samples.normal(0, (rows, 24), dtype)
   w = samples.normal(1, (24, vocab), dtype, scale=0.3)
   y = np.random.default_rng(2).integers(0, vocab, rows)
@@ -78,7 +82,7 @@ def test_values_and_gradients(dtype, rows, vocab, temperature):
   def reference(x, w):
     return ops.reference.logprobs(x, w, y, temperature, samples.EXACT[dtype])
 
-  values, grads = run('xla')
+  values, grads = run(impl)
   expected, expected_grads = samples.gradients(reference, (x, w), g)
   for a, b in zip((*values, *grads), (*expected, *expected_grads)):
     samples.close(a, b)
@@ -87,9 +91,10 @@ def test_values_and_gradients(dtype, rows, vocab, temperature):
       samples.close(a, b)
 
 
-def test_extreme_logits_are_finite():
+@pytest.mark.parametrize('impl', FAST)
+def test_extreme_logits_are_finite(impl):
   x, w = rows_of([0, 3e4, -3e4, 80])
-  logp, entropy = nx.jit(logprobs())(x, w, np.arange(ROWS) % 4)
+  logp, entropy = nx.jit(logprobs(impl=impl))(x, w, np.arange(ROWS) % 4)
   np.testing.assert_array_equal(logp[:4], [-3e4, 0, -6e4, 80 - 3e4])
   np.testing.assert_array_equal(entropy, np.zeros(ROWS))
 
@@ -106,14 +111,16 @@ def biggest(jaxpr):
           yield from biggest(inner)
 
 
-@pytest.mark.parametrize('count', [512, 320])
-def test_tokens_by_vocabulary_is_never_built(count):
+@pytest.mark.parametrize(
+    ('count', 'impl'), [(512, 'xla'), (320, 'xla'), (320, 'pallas')]
+)
+def test_tokens_by_vocabulary_is_never_built(count, impl):
   width, vocab = 8, 1100
   x, w = jnp.ones((count, width)), jnp.ones((width, vocab))
   y = jnp.zeros(count, jnp.int32)
 
   def loss(x, w):
-    logp, entropy = logprobs()(x, w, y)
+    logp, entropy = logprobs(impl=impl)(x, w, y)
     return (logp + entropy).sum()
 
   gradient = jax.value_and_grad(loss, (0, 1))
@@ -126,19 +133,24 @@ def test_tokens_by_vocabulary_is_never_built(count):
   }
   assert (count, width) in shapes
   assert max(math.prod(s) for s in shapes) <= limit
-  # The search can fail: the sampler does build it.
-  drawn = jax.make_jaxpr(
-      lambda x, w, k: ops.sample(x, w, k, temperature=1.0, numerics=F32)
-  )(x, w, keys(count))
-  assert max(biggest(drawn.jaxpr)) == count * vocab
+
+  # The search can fail: a sampler that needs all logits does build it.
+  def size(top_k=0):
+    options = dict(temperature=1.0, top_k=top_k, numerics=F32, impl=impl)
+    drawn = jax.make_jaxpr(lambda *a: ops.sample(*a, **options))
+    return max(biggest(drawn(x, w, keys(count)).jaxpr))
+
+  assert size(top_k=3) == count * vocab
+  assert (size() <= limit) == (impl == 'pallas')
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_logprobs_are_pure(dtype):
+def test_logprobs_are_pure(dtype, impl):
   x = samples.normal(0, (192, 24), dtype)
   w = samples.normal(1, (24, 600), dtype)
   y = np.random.default_rng(2).integers(0, 600, 192)
-  fun = nx.jit(logprobs(dtype, temperature=0.9))
+  fun = nx.jit(logprobs(dtype, impl, 0.9))
   full = fun(x, w, y)
   order = np.random.default_rng(3).permutation(192)
   for a, b in zip(fun(x[order], w, y[order]), full):
@@ -149,7 +161,7 @@ def test_logprobs_are_pure(dtype):
     samples.same_bits(np.asarray(a)[60], np.asarray(b)[100])
 
   def loss(x, w):
-    out = logprobs(dtype, temperature=0.9)(x, w, y)
+    out = logprobs(dtype, impl, 0.9)(x, w, y)
     return (out[0] + out[1]).sum(), out
 
   gradient = nx.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
@@ -157,17 +169,72 @@ def test_logprobs_are_pure(dtype):
     samples.same_bits(a, b)
 
 
+def test_blocks_of_several_row_tiles_are_pure():
+  """1,088 rows are two blocks, the last not full; 64 of them are one."""
+  assert pallas_tpu.BLOCK_ROWS == 1024
+  x, w = samples.normal(0, (1088, 24)), samples.normal(1, (24, 600))
+  y = np.random.default_rng(2).integers(0, 600, 1088)
+  fun = nx.jit(logprobs(impl='pallas'))
+  full = fun(x, w, y)
+  for rows in (slice(512, 576), slice(1024, 1088)):
+    for a, b in zip(fun(x[rows], w, y[rows]), full):
+      samples.same_bits(a, np.asarray(b)[rows])
+
+
 # Sampling.
 
 
-def test_greedy():
+@pytest.mark.parametrize('impl', FAST)
+def test_greedy(impl):
   x, w = samples.normal(0, (128, 24)), samples.normal(1, (24, 600))
-  tokens, logp = sampler(temperature=0.0)(x, w, keys(128))
+  greedy = sampler(temperature=0.0, impl=impl)
+  tokens, logp = greedy(x, w, keys(128))
   z = x.astype(np.float64) @ w
   np.testing.assert_array_equal(tokens, z.argmax(-1))
-  samples.same_bits(logp, nx.jit(logprobs())(x, w, tokens)[0])
+  samples.same_bits(logp, nx.jit(logprobs(impl=impl))(x, w, tokens)[0])
   x, w = rows_of([1, 2, 2, 0])
-  assert set(np.asarray(sampler(temperature=0.0)(x, w, keys(64))[0])) == {1}
+  assert set(np.asarray(greedy(x, w, keys(64))[0])) == {1}
+  x, w = rows_of([1, 2] + [0] * 700 + [2])  # equals in two vocabulary tiles
+  assert set(np.asarray(greedy(x, w, keys(64))[0])) == {1}
+
+
+@pytest.mark.parametrize('temperature', [0.7, 1.0])
+def test_all_draw_alike(temperature):
+  """The noise of a kernel is that of `jax.random.gumbel`, place by place."""
+  x, w = samples.normal(0, (192, 24)), samples.normal(1, (24, 1100), scale=0.3)
+  key = keys(192)
+  draws = [
+      sampler(temperature=temperature, impl=impl)(x, w, key)[0] for impl in ALL
+  ]
+  np.testing.assert_array_equal(draws[1], draws[0])
+  np.testing.assert_array_equal(draws[2], draws[0])
+  assert len(set(np.asarray(draws[0]))) > 100
+  calm = sampler(temperature=temperature, impl='pallas', noise=0.0)(x, w, key)
+  np.testing.assert_array_equal(calm[0], (x @ w).argmax(-1))
+
+
+def test_noise_of_a_kernel_in_value():
+  columns = np.arange(700, dtype=np.int32) + np.zeros((256, 1), np.int32)
+  key = keys(256)
+  noise = jax.jit(pallas_tpu._gumbel)(jax.random.key_data(key), columns)
+  expected = jax.vmap(lambda k: jax.random.gumbel(k, (700,)))(key)
+  np.testing.assert_allclose(noise, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_kernels_draw_with_one_kind_of_keys():
+  x, w = rows_of([0, 1])
+  key = jax.random.split(jax.random.key(0, impl='rbg'), ROWS)
+  with pytest.raises(ValueError, match='keys_T of rbg.*threefry2x32 keys'):
+    sampler(impl='pallas')(x, w, key)
+
+
+def test_kernels_take_one_dtype_and_a_width_that_fits():
+  y = jnp.zeros(ROWS, jnp.int32)
+  run = logprobs(impl='pallas')
+  with pytest.raises(ValueError, match='x_TD float32 and w_DV bfloat16'):
+    run(jnp.zeros((ROWS, 8)), jnp.zeros((8, 9), jnp.bfloat16), y)
+  with pytest.raises(ValueError, match='takes a width of at most 4096'):
+    run(jnp.zeros((ROWS, 4224)), jnp.zeros((4224, 9)), y)
 
 
 def support(top_k, top_p):
@@ -200,16 +267,17 @@ def test_support(top_k, top_p, expected):
   np.testing.assert_array_equal(kept[1], kept[0][::-1])
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize(
     ('top_k', 'top_p', 'support'),
-    [(0, 1.0, [0, 1, 2, 3, 4]), (4, 0.72, [1, 2, 3])],
+    [(0, 1.0, [0, 1, 2, 3, 4]), (4, 0.75, [1, 2, 3])],
 )
-def test_frequencies(top_k, top_p, support):
+def test_frequencies(top_k, top_p, support, impl):
   """Draws follow the softmax on the support (χ², its 0.999 quantile)."""
   x, w = rows_of(np.log(P))
   count = 1024
   x = np.ones((count, 1), np.float32)
-  fun = sampler(top_k=top_k, top_p=top_p)
+  fun = sampler(top_k=top_k, top_p=top_p, impl=impl)
   tokens, logp = fun(x, w, keys(count, seed=top_k))
   seen = np.bincount(np.asarray(tokens), minlength=5)
   assert sorted(np.flatnonzero(seen)) == support
@@ -243,6 +311,9 @@ def test_ties_keep_the_support_small():
         ('float32', {}),
         ('float32', dict(top_p=0.8, top_k=50)),
         ('bfloat16', dict(top_p=0.8)),
+        ('float32', dict(impl='pallas')),
+        ('bfloat16', dict(impl='pallas')),
+        ('bfloat16', dict(impl='pallas', top_p=0.8)),
     ],
 )
 def test_draws_are_pure(dtype, options):
@@ -258,7 +329,8 @@ def test_draws_are_pure(dtype, options):
   other = keys(64, seed=9).at[60].set(key[100])
   for a, b in zip(fun(few, w, other), full):
     samples.same_bits(np.asarray(a)[60], np.asarray(b)[100])
-  learner = nx.jit(logprobs(dtype, temperature=0.8))(x, w, full[0])[0]
+  impl = options.get('impl', 'xla')
+  learner = nx.jit(logprobs(dtype, impl, 0.8))(x, w, full[0])[0]
   samples.same_bits(learner, full[1])
   assert (np.asarray(fun(x, w, keys(192, seed=9))[0]) != full[0]).any()
 

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import lanes
 from kernels_pallas import numerics as nx
 from kernels_pallas.row_ops import ops
 from tests.kernels import samples
 
 F32 = samples.EXACT['float32']
 DTYPES = samples.DTYPES
+ALL = ['reference', 'xla', 'pallas']
+FAST = ['xla', 'pallas']
 
 
 def norm(dtype, impl):
@@ -40,7 +43,7 @@ def router(topk, gating, impl='xla'):
 # Hand-computed values: the reference first, then what is shared with it.
 
 
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ALL)
 def test_norm_by_hand(impl):
   x, gain = jnp.asarray([[3.0, 4.0, 0, 0]]), jnp.asarray([1.0, 2, 1, 1])
   y = jax.jit(norm('float32', impl))(x, gain)  # root mean square is 2.5
@@ -49,7 +52,7 @@ def test_norm_by_hand(impl):
   np.testing.assert_array_equal(zero, np.zeros((1, 4)))
 
 
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ALL)
 def test_rope_by_hand(impl):
   x = jnp.asarray([[[1.0, 2, 3, 4]]] * 2)
   y = jax.jit(rope('float32', impl, theta=100.0))(x, jnp.asarray([0, 2]))
@@ -60,7 +63,7 @@ def test_rope_by_hand(impl):
   np.testing.assert_allclose(y[1, 0], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ALL)
 def test_gate_by_hand(impl):
   y = jax.jit(gate('float32', impl))(
       np.asarray([[0.0, math.log(3)]]), np.ones((1, 2))
@@ -68,7 +71,7 @@ def test_gate_by_hand(impl):
   np.testing.assert_allclose(y, [[0, math.log(3) * 0.75]], rtol=1e-6)
 
 
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ALL)
 def test_router_by_hand(impl):
   logits = jnp.asarray([[0.0, math.log(3), -1, math.log(1.5)]])
   weights, experts = jax.jit(router(2, 'softmax', impl))(logits, jnp.zeros(4))
@@ -85,7 +88,7 @@ def test_router_by_hand(impl):
 
 
 @pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
-@pytest.mark.parametrize('impl', ['reference', 'xla'])
+@pytest.mark.parametrize('impl', ALL)
 def test_router_ties_take_the_lower_id(impl, gating):
   logits = jnp.asarray([[1.0, 2, 2, 1, 2], [0, 0, 0, 0, 0], [0, -0.0, 0, 0, 0]])
   _, experts = jax.jit(router(4, gating, impl))(logits, jnp.zeros(5))
@@ -96,58 +99,66 @@ def test_router_ties_take_the_lower_id(impl, gating):
 # Against the reference.
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('shape', [(1, 8), (5, 96), (7, 3, 16)])
-def test_norm_values_and_gradients(dtype, shape):
+def test_norm_values_and_gradients(dtype, shape, impl):
   args = samples.normal(0, shape, dtype), samples.normal(1, shape[-1:], dtype)
   g = samples.normal(2, shape, dtype)
-  y, grads = samples.gradients(norm(dtype, 'xla'), args, g)
+  y, grads = samples.gradients(norm(dtype, impl), args, g)
   y_ref, grads_ref = samples.gradients(norm(dtype, 'reference'), args, g)
   samples.close(y, y_ref, dtype)
   for a, b in zip(grads, grads_ref):
     samples.close(a, b, dtype)
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_rope_values_and_gradients(dtype):
-  x = samples.normal(0, (9, 3, 16), dtype)
+@pytest.mark.parametrize('width', [16, 256])
+def test_rope_values_and_gradients(dtype, width, impl):
+  x = samples.normal(0, (9, 3, width), dtype)
   p = jnp.asarray([0, 1, 7, 8, 15, 16, 17, 200, 500])
   g = samples.normal(1, x.shape, dtype)
   pull = lambda impl: samples.gradients(
       lambda x: rope(dtype, impl)(x, p), (x,), g
   )
-  (y, (dx,)), (y_ref, (dx_ref,)) = pull('xla'), pull('reference')
+  (y, (dx,)), (y_ref, (dx_ref,)) = pull(impl), pull('reference')
   # One rounding of an angle of 500 radians is 3e-5.
   samples.close(y, y_ref, dtype, scale=4)
   samples.close(dx, dx_ref, dtype, scale=4)
 
 
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_gate_values_and_gradients(dtype):
+def test_gate_values_and_gradients(dtype, impl):
   args = samples.normal(0, (9, 24), dtype), samples.normal(1, (9, 24), dtype)
   g = samples.normal(2, (9, 24), dtype)
-  y, grads = samples.gradients(gate(dtype, 'xla'), args, g)
+  y, grads = samples.gradients(gate(dtype, impl), args, g)
   y_ref, grads_ref = samples.gradients(gate(dtype, 'reference'), args, g)
   samples.close(y, y_ref, dtype)
   for a, b in zip(grads, grads_ref):
     samples.close(a, b, dtype)
 
 
+@pytest.mark.parametrize('impl', ALL)
 @pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
 @pytest.mark.parametrize('topk', [1, 3, 8])
-def test_router_values_and_gradients(gating, topk):
+def test_router_values_and_gradients(gating, topk, impl):
   args = samples.normal(0, (33, 8)), samples.normal(1, (8,), scale=0.3)
   g = samples.normal(2, (33, topk))
 
   @functools.partial(jax.jit, static_argnums=0)
-  def run(impl):
-    fun = router(topk, gating, impl)
+  def run(fun):
     weights, pull, experts = jax.vjp(fun, *args, has_aux=True)
     return weights, experts, *pull(g)
 
-  for a, b in zip(run('xla'), run('reference')):
+  # The derivative of the reference is plain differentiation of itself.
+  def reference(logits, bias):
+    return ops.reference.router(logits, bias, topk, gating, F32)
+
+  weights, experts, d_logits, d_bias = run(router(topk, gating, impl))
+  for a, b in zip((weights, experts, d_logits, d_bias), run(reference)):
     samples.close(a, b)
-  weights, experts, d_logits, d_bias = run('xla')
   np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
   assert experts.dtype == jnp.int32
   assert not np.any(d_bias)  # the bias is moved by load only
@@ -157,24 +168,52 @@ def test_router_values_and_gradients(gating, topk):
   assert np.count_nonzero(d_logits) <= 33 * topk
 
 
+@pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
+def test_router_on_tpu_chooses_each_expert_once(gating):
+  """Also in rows of padding, whose experts are counted with the others."""
+  logits = samples.nan_but((5, 6), {1: np.arange(6), 3: np.full(6, -np.inf)})
+  logits[4] = [np.nan, 1, np.nan, 3, -np.inf, 2]
+  _, experts = jax.jit(router(6, gating, 'pallas'))(logits, jnp.zeros(6))
+  np.testing.assert_array_equal(np.sort(experts, -1), [np.arange(6)] * 5)
+  np.testing.assert_array_equal(experts[4, :3], [3, 5, 1])
+
+
 # Bits.
 
 
+@pytest.mark.parametrize('count', [1, 2, 3, 16, 96, 128, 1000])
+def test_sums_of_kernels_are_tree_sums_in_bits(count):
+  x = samples.normal(0, (8, count)) * np.exp(samples.normal(1, (8, count)))
+  x[1] = -0.0
+  expected = nx.jit(F32.tree_sum)(x)
+
+  sums = nx.jit(lambda x: lanes.column(lanes.row_sums(x, F32)))
+  samples.same_bits(sums(x)[:, 0], expected)
+  parts = nx.jit(lambda x: lanes.tree_add(list(x.T)))
+  samples.same_bits(parts(x[2:]), expected[2:])
+
+
+@pytest.mark.parametrize('impl', FAST)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_rows_are_pure(dtype):
+def test_rows_are_pure(dtype, impl):
   num = samples.EXACT[dtype]
 
   def all_ops(x, gain, positions, bias):
-    y = ops.rms_norm(x, gain, numerics=num)
+    y = norm(dtype, impl)(x, gain)
     heads = y.reshape(len(y), 3, 16)
     choice = [
         ops.router(
-            jnp.tanh(x[:, :8]), bias, topk=3, gating=gating, numerics=num
+            jnp.tanh(x[:, :8]),
+            bias,
+            topk=3,
+            gating=gating,
+            numerics=num,
+            impl=impl,
         )
         for gating in ('softmax', 'sigmoid')
     ]
-    turned = ops.rope(heads, positions, numerics=num)
-    return y, turned, ops.swiglu(x, y, numerics=num), choice
+    turned = rope(dtype, impl)(heads, positions)
+    return y, turned, gate(dtype, impl)(x, y), choice
 
   def loss(x, *args):
     out = all_ops(x, *args)
@@ -198,6 +237,22 @@ def test_rows_are_pure(dtype):
   few = np.concatenate([x[9:12], np.full((5, 48), np.nan, np.float32)])
   company = np.concatenate([p[9:12], np.zeros(5, np.int32)])
   check(fun(few, gain, company, bias), np.arange(9, 12))
+
+
+def test_rows_are_pure_over_several_blocks():
+  """Row 1000 of 1030 lies in another block than row 0 of one."""
+  x, gain = samples.normal(0, (1030, 16)), samples.normal(1, (16,))
+  p = np.arange(1030, dtype=np.int32)
+
+  def run(x, p):
+    y = norm('float32', 'pallas')(x, gain)
+    turned = rope('float32', 'pallas')(y[:, None], p)
+    gated = gate('float32', 'pallas')(x, y)
+    return y, turned, gated, *router(4, 'softmax', 'pallas')(x, gain)
+
+  fun = nx.jit(run)
+  for a, b in zip(fun(x[1000:1001], p[1000:1001]), fun(x, p)):
+    samples.same_bits(np.asarray(a)[0], np.asarray(b)[1000])
 
 
 @pytest.mark.parametrize(
@@ -239,8 +294,8 @@ def test_rows_are_pure(dtype):
             r'up_TF \(2, 3\): must be equal',
         ),
         (
-            lambda: norm('float32', 'pallas')(jnp.ones((2, 4)), jnp.ones(4)),
-            "impl='pallas' of rms_norm: allowed",
+            lambda: norm('float32', 'cuda')(jnp.ones((2, 4)), jnp.ones(4)),
+            "impl='cuda' of rms_norm: allowed",
         ),
     ],
 )
