@@ -116,6 +116,7 @@ def sample(
     x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
     w_DV: [D, V] head.
     keys_T: PRNG keys [T]; a row's draw depends on its key and its logits only.
+      'pallas' makes the noise itself, from threefry2x32 keys.
     temperature: >= 0; 0 is greedy, its log-prob is taken at temperature 1.
     top_k: draw from the k most likely tokens; 0 for all.
     top_p: draw from the smallest set whose mass reaches top_p, after top-k and

@@ -243,7 +243,6 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
           window=window,
           capacity=numbers.shape[2],
           together=together,
-          sparse=selected_TKj is not None,
       ),
       grid=(heads // together, tiles),
       in_specs=specs,
@@ -353,10 +352,9 @@ def _visits(selected, window, layout, positions, current, pages, shape):
   return count.astype(jnp.int32), numbers.astype(jnp.int32)
 
 
-def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together, sparse):
+def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
   """Grid (K / together, tiles): one tile of some KV heads."""
-  chosen = rest[0] if sparse else None
-  out, lse, pages, sems = rest[1 if sparse else 0 :]
+  *chosen, out, lse, pages, sems = rest
   head = pl.program_id(0)
   count = walk[0, 0, 0, 0]
   both = 2 * shape.width
@@ -422,8 +420,8 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together, sparse):
       page = split(pages[base + u])
       for i, rows in enumerate(blocks):
         here = jnp.full((1, rows.size), place, jnp.int32) < count - 1
-        if sparse:
-          hit = jnp.where(chosen[0, 0, :, rows] == number, 1.0, 0.0)
+        if chosen:
+          hit = jnp.where(chosen[0][0, 0, :, rows] == number, 1.0, 0.0)
           here &= hit.max(0, keepdims=True) > 0
         seen = in_window(number, rows) if window is not None else None
         states[i] = shape.step(states[i], queries[i], page, seen, here, owners)

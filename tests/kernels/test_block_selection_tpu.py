@@ -47,6 +47,7 @@ def test_means(chip, pages, page, heads, width):
         (1, 2048, 64, 4, 64),
         (2, 2048, 128, 4, 128),
         (1, 2048, 64, 16, 128),
+        (1, 192, 64, 4, 128),  # 96 tokens a step
         (1, 2048, 128, 2, 256),
         (1, 1 << 20, 64, 4, 128),  # a million tokens
     ],
@@ -70,7 +71,13 @@ def test_rows(chip, rows, length, page, heads, width):
 @every_chip
 @pytest.mark.parametrize(
     ('tokens', 'pages', 'page', 'heads', 'width'),
-    [(64, 256, 64, 4, 128), (2048, 16, 128, 4, 64), (64, 256, 128, 2, 256)],
+    [
+        (64, 256, 64, 4, 128),
+        (64, 256, 64, 16, 128),
+        (64, 256, 64, 1, 128),
+        (2048, 16, 128, 4, 64),
+        (64, 256, 128, 2, 256),
+    ],
 )
 def test_engine(chip, tokens, pages, page, heads, width):
   def run(q, means, positions, sequences, table, tiles, place):

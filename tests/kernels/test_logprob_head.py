@@ -198,18 +198,15 @@ def test_greedy(impl):
   assert set(np.asarray(greedy(x, w, keys(64))[0])) == {1}
 
 
-@pytest.mark.parametrize('temperature', [0.7, 1.0])
-def test_all_draw_alike(temperature):
+def test_all_draw_alike():
   """The noise of a kernel is that of `jax.random.gumbel`, place by place."""
   x, w = samples.normal(0, (192, 24)), samples.normal(1, (24, 1100), scale=0.3)
   key = keys(192)
-  draws = [
-      sampler(temperature=temperature, impl=impl)(x, w, key)[0] for impl in ALL
-  ]
+  draws = [sampler(temperature=0.7, impl=impl)(x, w, key)[0] for impl in ALL]
   np.testing.assert_array_equal(draws[1], draws[0])
   np.testing.assert_array_equal(draws[2], draws[0])
   assert len(set(np.asarray(draws[0]))) > 100
-  calm = sampler(temperature=temperature, impl='pallas', noise=0.0)(x, w, key)
+  calm = sampler(temperature=0.7, impl='pallas', noise=0.0)(x, w, key)
   np.testing.assert_array_equal(calm[0], (x @ w).argmax(-1))
 
 

@@ -15,11 +15,16 @@ from tests.kernels import samples
 from tests.kernels import streams
 
 MODES = ('full', 'window', 'block')
-CASES = [
-    ('float32', 'xla'),
-    ('bfloat16', 'xla'),
-    ('float32', 'pallas'),
-    pytest.param('bfloat16', 'pallas', marks=pytest.mark.slow),
+CASES = [(dtype, 'xla', mode) for dtype in samples.DTYPES for mode in MODES] + [
+    # The same rows give the same bits, so one gradient and one dtype will do.
+    pytest.param(
+        dtype,
+        'pallas',
+        mode,
+        marks=[pytest.mark.slow] * ((dtype, mode) != ('float32', 'block')),
+    )
+    for dtype in samples.DTYPES
+    for mode in MODES
 ]
 WINDOW, TOPK = 11, 2
 PACK = [[0, 4], [1, 2, 3], [3, 0]]  # rows of 5, 4 and 3 pages
@@ -164,9 +169,8 @@ def test_reference_groups_heads():
 # Against the reference; pools are full of NaN where nobody wrote.
 
 
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize(('dtype', 'impl'), CASES)
-def test_stream_values(dtype, mode, impl):
+@pytest.mark.parametrize(('dtype', 'impl', 'mode'), CASES)
+def test_stream_values(dtype, impl, mode):
   data = streams.world(dtype)
   chunks = streams.whole(data)
   ours = in_stream(data, dtype, mode, chunks, impl=impl)
@@ -176,9 +180,8 @@ def test_stream_values(dtype, mode, impl):
     samples.close(ours[key], row, dtype)
 
 
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize(('dtype', 'impl'), CASES)
-def test_row_values_and_gradients(dtype, mode, impl):
+@pytest.mark.parametrize(('dtype', 'impl', 'mode'), CASES)
+def test_row_values_and_gradients(dtype, impl, mode):
   data = streams.world(dtype)
   q, kv, layout, place = streams.packed(data, PACK, 80)
   g = np.array(samples.normal(9, q.shape, dtype))
@@ -200,9 +203,8 @@ def test_row_values_and_gradients(dtype, mode, impl):
 # Bits.
 
 
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize(('dtype', 'impl'), CASES)
-def test_a_row_is_pure(dtype, mode, impl):
+@pytest.mark.parametrize(('dtype', 'impl', 'mode'), CASES)
+def test_a_row_is_pure(dtype, impl, mode):
   data = streams.world(dtype)
   stream = functools.partial(in_stream, data, dtype, mode, impl=impl)
   full = stream(streams.whole(data))
