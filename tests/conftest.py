@@ -4,6 +4,8 @@ import hashlib
 import os
 import pathlib
 
+import pytest
+
 
 def _cache_folder() -> str:
   """Returns a folder for compiled programs, one for each kind of processor.
@@ -24,3 +26,17 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
 os.environ.setdefault('JAX_COMPILATION_CACHE_MAX_SIZE', str(2**30))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """All shapes compile for v5e by default, one of each test for other chips."""
+  seen = set()
+  for item in items:
+    params = getattr(item, 'callspec', None) and item.callspec.params
+    chip = (params or {}).get('chip', 'v5e')
+    if item.get_closest_marker('tpu_compile') and chip != 'v5e':
+      key = item.nodeid.partition('[')[0], chip, params.get('mode')
+      if key in seen:
+        item.add_marker(pytest.mark.slow)
+      seen.add(key)
