@@ -38,6 +38,6 @@ setuptools.setup(
             'ruff',
         ],
         # Brings the TPU compiler, which needs no TPU.
-        'tpu_compile': ['jax[tpu]>=0.10.2', 'pytest-xdist'],
+        'tpu': ['jax[tpu]>=0.10.2', 'pytest-xdist'],
     },
 )
