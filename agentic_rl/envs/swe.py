@@ -9,7 +9,7 @@ Observations are short, because every character is tokens: `grammar.py` has the
 tools, and the answers are
   list    names in order, with spaces between
   view    `1 def f(a):`, a line's number, a space, its text
-  test    PASS, or the first failure: FAIL util.py stem(4) got 0 want 8
+  test    PASS, or the first failure: FAIL util.py 2 stem(4) got 0 want 8
   edit    ok
   submit  nothing: the episode is over and graded
 or `ERR why`.

@@ -24,13 +24,16 @@ CASES = [
 {cases}
 ]
 for module, name, args, want in CASES:
+  place = f'{{module}}.py'
   try:
-    got = repr(getattr(__import__(module), name)(*args))
+    function = getattr(__import__(module), name)
+    place += f' {{function.__code__.co_firstlineno}}'
+    got = repr(function(*args))
   except BaseException as error:
     got = type(error).__name__
   if got != repr(want):
     args = ', '.join(map(repr, args))
-    print(f'FAIL {{module}}.py {{name}}({{args}}) got {{got}} want {{want!r}}')
+    print(f'FAIL {{place}} {{name}}({{args}}) got {{got}} want {{want!r}}')
     sys.exit(1)
 print('PASS')
 """
@@ -60,24 +63,29 @@ def _namespace(text: str) -> dict[str, Any] | str:
   return scope
 
 
-def call(files: Mapping[str, str], case: Case) -> str:
-  """Returns the repr of what the case's function returns.
+def call(files: Mapping[str, str], case: Case) -> tuple[str, str]:
+  """Calls the case's function.
 
-  If it raises, the name of the exception.
+  Returns:
+    Where it is, `util.py 2`: the line is left out if there is no such function.
+    And the repr of what it returns, or the name of the exception that it
+    raises.
   """
   module, name, args, _ = case
-  text = files.get(f'{module}.py')
+  place = f'{module}.py'
+  text = files.get(place)
   if text is None:
-    return 'ModuleNotFoundError'
+    return place, 'ModuleNotFoundError'
   scope = _namespace(text)
   if isinstance(scope, str):
-    return scope
+    return place, scope
   if name not in scope:
-    return 'AttributeError'
+    return place, 'AttributeError'
   try:
-    return repr(scope[name](*args))
+    place += f' {scope[name].__code__.co_firstlineno}'
+    return place, repr(scope[name](*args))
   except Exception as error:  # the tests report it, as the script does
-    return type(error).__name__
+    return place, type(error).__name__
 
 
 def first_failure(
@@ -85,12 +93,13 @@ def first_failure(
 ) -> str | None:
   """Returns the line that describes the first failing case, None if all pass.
 
-  The line is what `tests.py` prints: `FAIL util.py stem(4) got 0 want 8`.
+  The line is what `tests.py` prints: `FAIL util.py 2 stem(4) got 0 want 8`, 2
+  being the line at which the function begins.
   """
   for case in cases:
-    got = call(files, case)
-    module, name, args, want = case
+    place, got = call(files, case)
+    _, name, args, want = case
     if got != repr(want):
       shown = ', '.join(map(repr, args))
-      return f'FAIL {module}.py {name}({shown}) got {got} want {want!r}'
+      return f'FAIL {place} {name}({shown}) got {got} want {want!r}'
   return None

@@ -247,7 +247,7 @@ def corpus(tasks: Iterable[types.Task], seed: int = 0) -> Iterator[str]:
   yield from map(str, range(100))
   yield from templates.FUNCTION_NAMES
   yield from (f'{m}.py' for m in templates.MODULE_NAMES)
-  yield from (f'FAIL util.py stem(4) got {e} want 8' for e in _EXCEPTIONS)
+  yield from (f'FAIL util.py 2 stem(4) got {e} want 8' for e in _EXCEPTIONS)
   yield from _COMPLAINTS
   for task in tasks:
     yield task.prompt

@@ -23,7 +23,7 @@ from agentic_rl import types
 from agentic_rl.tasks import execute
 from agentic_rl.tasks import templates
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 SPLITS = ('train', 'heldout', 'ood')
 VISIBLE_CASES = 4
 HIDDEN_CASES = 4

@@ -66,7 +66,7 @@ def test_names_and_numbers_have_one_id_everywhere(tok):
   places = [
       '{n}',
       '4 def {n}(a):',
-      'FAIL util.py {n}(4) got 0 want 8',
+      'FAIL util.py 2 {n}(4) got 0 want 8',
       '  return {n}(a) + 3',
       'edit util.py 3 x = {n}',
   ]
@@ -75,7 +75,7 @@ def test_names_and_numbers_have_one_id_everywhere(tok):
     assert all(only in tok.encode(p.format(n=name)) for p in places), name
   for module in templates.MODULE_NAMES:
     (file,) = tok.encode(f'{module}.py')
-    for text in ('view {f}', 'FAIL {f} x(4) got 0 want 8', 'x.py {f}'):
+    for text in ('view {f}', 'FAIL {f} 2 x(4) got 0 want 8', 'x.py {f}'):
       assert file in tok.encode(text.format(f=f'{module}.py'))
   for number in range(100):
     (only,) = tok.encode(str(number))
@@ -84,6 +84,7 @@ def test_names_and_numbers_have_one_id_everywhere(tok):
         'a + {n}\n',
         '\n{n} # a',
         '({n}, 2)',
+        'FAIL x.py {n} stem(4) got 0 want 8',
     ):
       assert only in tok.encode(text.format(n=number)), (number, text)
 
@@ -151,7 +152,7 @@ def test_saving_and_loading(tok, tmp_path):
   loaded = Tokenizer.load(path)
   assert loaded.version == tok.version
   assert loaded.vocab_size == tok.vocab_size
-  text = 'FAIL util.py stem(4) got 0 want 8'
+  text = 'FAIL util.py 2 stem(4) got 0 want 8'
   assert loaded.encode(text) == tok.encode(text)
   assert [p.name for p in path.parent.iterdir()] == ['tokenizer.json']
 

@@ -8,21 +8,24 @@ import pytest
 from agentic_rl.tasks import execute
 from agentic_rl.tasks import generate
 
-_FILES = {'util.py': 'def stem(a):\n  return 6 // a\n', 'bad.py': 'def x(:\n'}
+_FILES = {
+    'util.py': '# 6 // a\ndef stem(a):\n  return 6 // a\n',
+    'bad.py': 'def x(:\n',
+}
 
 
 @pytest.mark.parametrize(
     'case, expected',
     [
         (['util', 'stem', [3], 2], None),
-        (['util', 'stem', [3], 8], 'FAIL util.py stem(3) got 2 want 8'),
+        (['util', 'stem', [3], 8], 'FAIL util.py 2 stem(3) got 2 want 8'),
         (
             ['util', 'stem', [0], 8],
-            'FAIL util.py stem(0) got ZeroDivisionError want 8',
+            'FAIL util.py 2 stem(0) got ZeroDivisionError want 8',
         ),
         (
             ['util', 'stem', [1, 2], 8],
-            'FAIL util.py stem(1, 2) got TypeError want 8',
+            'FAIL util.py 2 stem(1, 2) got TypeError want 8',
         ),
         (
             ['util', 'leaf', [4], 8],
@@ -33,7 +36,7 @@ _FILES = {'util.py': 'def stem(a):\n  return 6 // a\n', 'bad.py': 'def x(:\n'}
             ['core', 'x', [4], 8],
             'FAIL core.py x(4) got ModuleNotFoundError want 8',
         ),
-        (['util', 'stem', [6], True], 'FAIL util.py stem(6) got 1 want True'),
+        (['util', 'stem', [6], True], 'FAIL util.py 2 stem(6) got 1 want True'),
     ],
 )
 def test_first_failure_is_the_scripts_output(tmp_path, case, expected):

@@ -33,7 +33,11 @@ def test_without_noise_it_solves_every_task_in_five_turns(tasks):
         'test',
         'submit',
     ]
-    assert trace[0][1].startswith(f'FAIL {bug["file"]} {bug["function"]}(')
+    words = trace[0][1].split(' ', 3)
+    assert words[:2] == ['FAIL', bug['file']]
+    lines = task.payload['files'][bug['file']].split('\n')
+    assert lines[int(words[2]) - 1].startswith(f'def {bug["function"]}(')
+    assert words[3].startswith(f'{bug["function"]}(')
     assert [o for _, o in trace[2:]] == ['ok', 'PASS', '']
 
 

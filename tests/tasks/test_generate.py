@@ -36,8 +36,8 @@ def test_generation_is_a_pure_function_of_its_arguments():
 
 def test_known_task_is_unchanged():
   # Another id means other tasks: then raise GENERATOR_VERSION.
-  assert generate.GENERATOR_VERSION == 1
-  assert generate.generate_task(0).task_id == 'e40041f59eab2b42'
+  assert generate.GENERATOR_VERSION == 2
+  assert generate.generate_task(0).task_id == 'f643d35bf0af643f'
 
 
 def test_bugs_fail_and_fixes_pass(tasks):
@@ -94,7 +94,7 @@ def test_only_equal_functions_pass_the_hidden_tests(tasks):
       for args in inputs:
         case = [bug['file'][:-3], bug['function'], args, None]
         assert execute.call(files, case) == execute.call(fixed, case), new
-  assert wrong > 1500
+  assert wrong > 1000
   assert passed < 0.06 * wrong
 
 
