@@ -95,7 +95,7 @@ class Traces:
     self._chat: chat_lib.Chat = run_.chat
     self._limit = run_.policy.max_context
     self._noise = expert.Noise(**dict(self._config.noise.items()))
-    self._turns = common.options(run_.config.env).get('max_turns', 8)
+    self._turns = common.options(run_.config.env).get('max_turns', 10)
     fresh = run_.config.tasks.fresh
     self._source = sampler_lib.FreshTasks(
         2 * run_.config.seed + 1, 'train', **dict(fresh.items())

@@ -28,7 +28,7 @@ def get_config(arg=None):
   config.env = dict(
       name='swe',
       swe=dict(
-          max_turns=8,
+          max_turns=10,
           malformed_penalty=0.05,
           outcome_turn_limit=0.0,
           outcome_length=0.0,
@@ -71,7 +71,7 @@ def get_config(arg=None):
 
   # Warm start: supervised learning on an imperfect scripted expert.
   config.warm_start = dict(
-      steps=560,
+      steps=400,
       sequences=18,
       rows=4,
       observation_weight=0.3,
@@ -80,7 +80,7 @@ def get_config(arg=None):
           test_first=0.7,
           right_line=0.75,
           right_fix=0.75,
-          verify=0.35,
+          verify=0.6,
       ),
       balance=0.001,
       checkpoint_every=100,
@@ -123,7 +123,7 @@ def get_config(arg=None):
 
   # Learner: on-policy, one optimizer step per iteration.
   config.learner = dict(
-      iterations=100,
+      iterations=64,
       rows=8,
       row_tokens=256,
       clip_low=0.8,

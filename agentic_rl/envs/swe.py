@@ -60,7 +60,7 @@ class SweOptions:
     temp_dir: where workspaces are made; None is the system's choice.
   """
 
-  max_turns: int = 8
+  max_turns: int = 10
   max_obs_chars: int = 4000
   max_file_chars: int = 20000
   max_line_chars: int = 400

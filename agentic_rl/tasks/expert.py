@@ -40,7 +40,7 @@ class Noise:
   test_first: float = 0.7
   right_line: float = 0.75
   right_fix: float = 0.75
-  verify: float = 0.35
+  verify: float = 0.6
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
@@ -59,7 +59,7 @@ class ExpertPolicy:
       task: types.Task,
       rng: random.Random,
       noise: Noise = Noise(),
-      turns: int = 8,
+      turns: int = 10,
   ):
     """Prepares an episode.
 
@@ -204,7 +204,7 @@ class MiniRepo:
 
 
 def simulate(
-    task: types.Task, seed: int, noise: Noise = Noise(), turns: int = 8
+    task: types.Task, seed: int, noise: Noise = Noise(), turns: int = 10
 ) -> list[tuple[str, str]]:
   """Plays one episode of the expert.
 
@@ -221,7 +221,7 @@ def simulate(
 
 
 def play(
-    task: types.Task, seed: int, noise: Noise = Noise(), turns: int = 8
+    task: types.Task, seed: int, noise: Noise = Noise(), turns: int = 10
 ) -> tuple[list[tuple[str, str]], bool]:
   """Plays as `simulate` does; returns the trace and whether it solved."""
   policy = ExpertPolicy(

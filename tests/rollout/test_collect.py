@@ -435,7 +435,7 @@ def test_an_expert_and_a_random_policy_fix_bugs():
       3 * i: [t for action, _ in trace for t in chat.action_ids(action)]
       for i, trace in enumerate(traces)
   }
-  options = dict(sandbox='subprocess', trusted=True, max_turns=8)
+  options = dict(sandbox='subprocess', trusted=True, max_turns=10)
   engine = make_engine(4, script)
   limits = collect.Limits(action_tokens=32)
   with pool_lib.EnvPool('swe', options, workers=1) as pool:
