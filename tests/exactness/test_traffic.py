@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from agentic_rl import numerics
+from agentic_rl.diagnostics import traffic
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -37,22 +38,7 @@ def generate(cfg, scripts, **options):
   assert pages.in_use == 0
   assert pages.hits > len(scripts) // 4  # prefixes were shared
   assert pages.misses > 4 * pages.num_pages  # and pages were evicted
-  rng = np.random.default_rng(0)
-  examples = []
-  for script in scripts:
-    item = played[script.rollout_id]
-    advantages = rng.normal(size=len(item.tokens)).astype(np.float32)
-    examples.append(
-        pack_lib.Example(
-            tokens=item.tokens,
-            weights=item.sampled.astype(np.float32),
-            advantages=advantages * item.sampled,
-            logp_behavior=item.logp,
-            sampled=item.sampled,
-            routes=item.routes,
-        )
-    )
-  return weights, examples
+  return weights, traffic.examples(scripts, played)
 
 
 def make_learner(cfg, rows, row_tokens):

@@ -1,0 +1,180 @@
+"""Random traffic for the engine: sequences that join, read, draw and leave.
+
+It mixes what could disturb a row: prompts that are read in chunks beside others
+that decode, shared prefixes, turns with answers in between, more sequences than
+slots. What was drawn becomes the learner's examples.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Mapping, Sequence
+
+import numpy as np
+
+from agentic_rl.learner import pack as pack_lib
+from agentic_rl.policy.config import PolicyConfig
+from agentic_rl.rollout import engine as engine_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+  """What one sequence reads and how much it draws.
+
+  Attributes:
+    rollout_id: names the random stream.
+    prompt: ids to read first.
+    draws: tokens drawn in each turn.
+    observations: ids read after each turn but the last.
+    wait: steps between a turn and its observation.
+  """
+
+  rollout_id: int
+  prompt: tuple[int, ...]
+  draws: tuple[int, ...]
+  observations: tuple[tuple[int, ...], ...] = ()
+  wait: int = 0
+
+  @property
+  def length(self) -> int:
+    """Tokens when it is done."""
+    parts = (self.prompt, *self.observations)
+    return sum(map(len, parts)) + sum(self.draws)
+
+
+@dataclasses.dataclass
+class Played:
+  """What came of a script, per token.
+
+  Attributes:
+    tokens: int32 [T].
+    sampled: bool [T], whether it was drawn.
+    logp: float32 [T], recorded log-prob; 0 where nothing was drawn.
+    routes: int16 [T, L_moe, topk], -1 for tokens that were never read.
+  """
+
+  tokens: np.ndarray
+  sampled: np.ndarray
+  logp: np.ndarray
+  routes: np.ndarray
+
+
+@dataclasses.dataclass
+class _Live:
+  """A script that is being played."""
+
+  script: Script
+  logp: dict[int, float] = dataclasses.field(default_factory=dict)
+  turn: int = 0
+  drawn: int = 0
+  due: int = -1
+
+
+def play(
+    engine: engine_lib.Engine, scripts: Sequence[Script]
+) -> dict[int, Played]:
+  """Plays scripts, as many at once as fit; returns {rollout_id: Played}."""
+  waiting, now = collections.deque(scripts), 0
+  live: dict[int, _Live] = {}
+  out: dict[int, Played] = {}
+  while waiting or live:
+    while waiting and engine.can_insert():
+      script = waiting.popleft()
+      slot = engine.insert(script.rollout_id, script.prompt)
+      live[slot] = _Live(script)
+    for item in engine.generate():
+      seq = live[item.slot]
+      seq.logp[engine.length(item.slot) - 1] = item.logp
+      seq.drawn += 1
+      if seq.drawn == seq.script.draws[seq.turn]:
+        engine.pause(item.slot)
+        seq.due = now + seq.script.wait
+    for slot, seq in list(live.items()):
+      if seq.due < 0 or seq.due > now:
+        continue
+      if seq.turn < len(seq.script.observations):
+        engine.prefill(slot, seq.script.observations[seq.turn])
+        seq.turn, seq.drawn, seq.due = seq.turn + 1, 0, -1
+      else:
+        out[seq.script.rollout_id] = _finish(engine, slot, seq)
+        del live[slot]
+    now += 1
+  return out
+
+
+def _finish(engine, slot: int, seq: _Live) -> Played:
+  tokens, routes = engine.release(slot)
+  sampled, logp = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
+  sampled[list(seq.logp)] = True
+  logp[list(seq.logp)] = list(seq.logp.values())
+  assert sampled.sum() == sum(seq.script.draws)
+  return Played(np.asarray(tokens, np.int32), sampled, logp, routes)
+
+
+def draw_scripts(
+    cfg: PolicyConfig, count: int, seed: int = 0, first_id: int = 0
+) -> list[Script]:
+  """Returns scripts of many kinds: lone and shared prompts, 1-4 turns.
+
+  Args:
+    cfg: for the vocabulary, the context and the page.
+    count: how many.
+    seed: of all choices.
+    first_id: rollout id of the first; the others follow.
+  """
+  rng = np.random.default_rng(seed)
+  draw = lambda n: tuple(rng.integers(0, cfg.vocab, n).tolist())
+  longest = cfg.max_context
+  shared = [draw(rng.integers(1, longest * 2 // 3)) for _ in range(3)]
+  out = []
+  for number in range(count):
+    kind = rng.integers(4)
+    prompt = shared[kind] if kind < 3 else draw(rng.integers(1, longest // 2))
+    left = longest - len(prompt)
+    draws, observations = [], []
+    for _ in range(rng.integers(1, 5)):
+      drawn = int(rng.integers(1, max(2, left // 2)))
+      read = int(rng.integers(1, 2 * cfg.page))
+      if left <= drawn + read + 1:
+        break
+      draws.append(drawn)
+      observations.append(draw(read))
+      left -= drawn + read
+    draws.append(int(rng.integers(1, left + 1)))
+    out.append(
+        Script(
+            first_id + number,
+            prompt,
+            tuple(draws),
+            tuple(observations),
+            int(rng.integers(3)),
+        )
+    )
+    assert out[-1].length <= longest
+  return out
+
+
+def examples(
+    scripts: Sequence[Script], played: Mapping[int, Played]
+) -> list[pack_lib.Example]:
+  """Returns the learner's examples in the order of the scripts.
+
+  Drawn tokens have a loss of weight 1 and a random advantage.
+  """
+  rng = np.random.default_rng(0)
+  out = []
+  for script in scripts:
+    item = played[script.rollout_id]
+    advantages = rng.normal(size=len(item.tokens)).astype(np.float32)
+    out.append(
+        pack_lib.Example(
+            tokens=item.tokens,
+            weights=item.sampled.astype(np.float32),
+            advantages=advantages * item.sampled,
+            logp_behavior=item.logp,
+            sampled=item.sampled,
+            routes=item.routes,
+        )
+    )
+  return out
