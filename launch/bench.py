@@ -2,6 +2,7 @@
 
   python launch/bench.py invariance [--config=configs/swe.py] [--json=FILE]
   python launch/bench.py kernels --chip=v5e|v6e [--json=FILE]
+  python launch/bench.py device [--json=FILE]
 
 `invariance` prints tokens per second of sampler and learner, and how much
 slower they are than the same code without exactness. The exit code is 1 when a
@@ -11,6 +12,11 @@ ratio is above `--limit`.
 TPU: it counts the VLIW bundles that the real compiler's programs issue. It takes
 minutes. A goal that is missed is marked and is no error; the exit code is 1 when
 a case could not be measured.
+
+`device` is one prepared run, below 8 minutes, for a machine with an accelerator:
+whether results are equal to the bit there, and how fast the kernels are beside
+the best that make no such promise. On CPU it runs tiny shapes, to show that it
+works. The exit code is 1 when a bit differs or a case fails.
 
 `--json=FILE` writes the figures ('-': standard output).
 """
@@ -63,6 +69,16 @@ def _kernels(args):
   return [r.row() for r in results], text, not failures
 
 
+def _device(args):
+  del args
+  from agentic_rl.diagnostics import device_bench
+
+  report = device_bench.measure(
+      note=lambda text: print(text, file=sys.stderr, flush=True)
+  )
+  return report, device_bench.table(report), report['holds']
+
+
 def _parse(argv):
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   commands = parser.add_subparsers(required=True)
@@ -74,7 +90,9 @@ def _parse(argv):
   kernels = commands.add_parser('kernels')
   kernels.set_defaults(run=_kernels)
   kernels.add_argument('--chip', required=True, metavar='v5e|v6e')
-  for command in (bench, kernels):
+  device = commands.add_parser('device')
+  device.set_defaults(run=_device)
+  for command in (bench, kernels, device):
     command.add_argument('--json', default='', metavar='FILE')
   return parser.parse_args(argv)
 

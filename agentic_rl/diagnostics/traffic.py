@@ -124,7 +124,10 @@ def draw_scripts(
     first_id: rollout id of the first; the others follow.
   """
   rng = np.random.default_rng(seed)
-  draw = lambda n: tuple(rng.integers(0, cfg.vocab, n).tolist())
+
+  def draw(n) -> tuple[int, ...]:
+    return tuple(int(t) for t in rng.integers(0, cfg.vocab, n))
+
   longest = cfg.max_context
   shared = [draw(rng.integers(1, longest * 2 // 3)) for _ in range(3)]
   out = []
