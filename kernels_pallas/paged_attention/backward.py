@@ -122,11 +122,12 @@ class _Seen:
   def _picked(self, mine: slice, rest: slice):
     """Returns bool [rows, K, queries, keys]: own page or selected pages."""
     # Sequences begin on page boundaries, so pages of rows are their pages.
-    pages = jnp.arange(rest.start // self._page, rest.stop // self._page)
+    pages = jnp.arange(rest.start // self._page, -(-rest.stop // self._page))
     first = (self._start // self._page)[:, None, mine, None]
     own = (jnp.arange(mine.start, mine.stop) // self._page)[:, None] == pages
     picked = jnp.broadcast_to(own, (*first.shape[:3], len(pages)))
     for j in range(self._selected.shape[-1]):
       chosen = self._selected[:, :, mine, j, None]
       picked = picked | ((chosen >= 0) & (chosen + first == pages))
-    return jnp.repeat(picked, self._page, -1)
+    # The last page may be longer than the block of queries.
+    return jnp.repeat(picked, self._page, -1)[..., : rest.stop - rest.start]

@@ -200,6 +200,17 @@ def test_row_values_and_gradients(dtype, impl, mode):
   samples.same_bits(out, attend(dtype, mode, impl)(q, kv, layout, selected))
 
 
+def test_gradients_of_pages_longer_than_a_block_of_queries(monkeypatch):
+  data = streams.world()
+  q, kv, layout, place = streams.packed(data, PACK, 80)
+  args = q, kv, samples.normal(9, q.shape), layout, chosen(place, len(q))
+  _, expected = gradients('float32', 'block')(*args)
+  monkeypatch.setattr(ops.backward, 'QUERY_BLOCK', streams.PAGE // 2)
+  _, grads = gradients.__wrapped__('float32', 'block')(*args)
+  for a, b in zip(grads, expected):
+    samples.close(a, b)
+
+
 # Bits.
 
 
