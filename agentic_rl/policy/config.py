@@ -26,6 +26,11 @@ class PolicyConfig:
     window: visible positions of a 'w' layer.
     page: C, tokens per KV page and per block of a 'b' layer.
     topk_pages: past pages that a 'b' layer selects per token and KV head.
+    attention_sink: a learned logit per query head joins every softmax of
+      attention and has no value.
+    soft_cap: attention scores s become soft_cap · tanh(s / soft_cap); 0 for
+      none.
+    sink_page: 'w' and 'b' layers also see the first page of a sequence.
     experts: E; 0 for dense feed-forward layers.
     topk_experts: experts per token.
     expert_width: F of one expert.
@@ -55,6 +60,9 @@ class PolicyConfig:
   window: int = 32
   page: int = 16
   topk_pages: int = 4
+  attention_sink: bool = False
+  soft_cap: float = 0.0
+  sink_page: bool = False
   experts: int = 8
   topk_experts: int = 2
   expert_width: int = 64
@@ -86,6 +94,7 @@ class PolicyConfig:
     _need(self.head_width % 2 == 0, self, 'head_width', 'an even number')
     _need(self.heads % self.kv_heads == 0, self, 'heads', 'kv_heads x integer')
     _need(0 < self.rope_theta < math.inf, self, 'rope_theta', 'above 0')
+    _need(0 <= self.soft_cap < math.inf, self, 'soft_cap', '0 or above')
     _need(self.page % 8 == 0, self, 'page', 'a multiple of 8')
     _need(
         self.max_context % self.page == 0,

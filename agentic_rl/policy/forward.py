@@ -177,6 +177,9 @@ def _attention(h, pool, w, index, kind, layout, cfg, writes):
       numerics=num,
       window=cfg.window if kind == 'w' else None,
       selected_TKj=selected,
+      sink_N=w.get('sink'),
+      soft_cap=cfg.soft_cap,
+      sink_page=cfg.sink_page,
       impl=impl,
   )
   return out.reshape(count, -1), pool

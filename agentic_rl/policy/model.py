@@ -54,6 +54,9 @@ class Layer(nnx.Module):
     q, kv = cfg.heads * h, 2 * cfg.kv_heads * h
     self.query = matrix((d, q), ('embed', 'heads'), d)
     self.key_value = matrix((d, kv), ('embed', 'kv_heads'), d)
+    if cfg.attention_sink:
+      zeros = cfg.numerics.cast(jnp.zeros(stack + (cfg.heads,)))
+      self.sink = nnx.Param(zeros, logical_axes=lead + ('heads',))
     self.output = matrix((q, d), ('heads', 'embed'), q * depth)
     self.ffn_norm = _ones(cfg, stack + (d,), lead + ('embed',))
     if moe:

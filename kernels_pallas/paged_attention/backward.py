@@ -6,6 +6,9 @@ takes no part in the promise of equal bits, so its products are free.
 
   P = exp(S - lse),  dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O)),
   dQ = dS K / √H,  dK = dSᵀ Q / √H.   Source: arXiv:2205.14135 alg. 4.
+
+A soft cap, s = cap · tanh(S / cap), multiplies dS by 1 - tanh². With a sink
+page a window layer reads its row from the start.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def attend_rows_backward(
     out_TNH,
     lse_TN,
     g_TNH,
-    window,
+    form,
     numerics,
 ):
   """Returns dq [T, N, H] and dkv [M, C, K, 2H] of `ops.paged_attention`.
@@ -40,7 +43,7 @@ def attend_rows_backward(
     out_TNH: the output.
     lse_TN: log-sum-exp of the scores.
     g_TNH: gradient of the output.
-    window: of a sliding-window layer, or None.
+    form: window, soft cap and sink page.
     numerics: precision of the products.
   """
   length = layout.row_length
@@ -57,13 +60,15 @@ def attend_rows_backward(
   delta = (heads_first(out_TNH) * g).sum(-1)
   kv = kv_MCKh.astype(nx.F32).reshape(rows, length, heads, 2 * width)
   kv = kv.swapaxes(1, 2)  # [rows, K, length, 2H]
-  seen = _Seen(layout, selected_TKj, page, rows, heads, window)
+  seen = _Seen(layout, selected_TKj, page, rows, heads, form)
   dkv = jnp.zeros_like(kv)
   dq = []
   block = QUERY_BLOCK if length % QUERY_BLOCK == 0 else page
   for end in range(block, length + 1, block):
-    lo = 0 if window is None else max(0, end - block - window + 1)
-    lo -= lo % page
+    lo = 0
+    if form.window is not None and not form.sink_page:
+      lo = max(0, end - block - form.window + 1)
+      lo -= lo % page
     mine, rest = slice(end - block, end), slice(lo, end)
     size = (rows, heads, block * group)
     q_b = q[:, :, mine].reshape(*size, width)
@@ -71,10 +76,15 @@ def attend_rows_backward(
     k, v = kv[:, :, rest, :width], kv[:, :, rest, width:]
     mask = seen.block(mine, rest)
     s = numerics.dot(q_b, k, _BY_LAST).reshape(rows, heads, block, group, -1)
+    if form.soft_cap:
+      bent = jnp.tanh(s / form.soft_cap)
+      s = form.soft_cap * bent
     p = jnp.exp(s - lse[:, :, mine, :, None])
     p = jnp.where(mask, p, 0.0)
     dp = numerics.dot(g_b, v, _BY_LAST).reshape(p.shape)
     ds = p * (dp - delta[:, :, mine, :, None])
+    if form.soft_cap:
+      ds *= 1 - bent * bent
     p, ds = p.reshape(*size, -1), ds.reshape(*size, -1)
     dq.append(
         numerics.dot(ds, k, _BY_NEXT).reshape(rows, heads, block, group, width)
@@ -96,11 +106,11 @@ _BY_ROWS = (((2,), (2,)), ((0, 1), (0, 1)))
 class _Seen:
   """Which keys of a row each query sees."""
 
-  def __init__(self, layout, selected_TKj, page, rows, heads, window):
+  def __init__(self, layout, selected_TKj, page, rows, heads, form):
     length = layout.row_length
     self._position = layout.positions_T.reshape(rows, length)
     self._start = jnp.arange(length) - self._position
-    self._page, self._window = page, window
+    self._page, self._form = page, form
     self._selected: Any = None
     if selected_TKj is not None:
       chosen = selected_TKj.reshape(rows, length, heads, -1)
@@ -111,8 +121,11 @@ class _Seen:
     place = jnp.arange(mine.start, mine.stop)[:, None]
     key = jnp.arange(rest.start, rest.stop)
     seen = key <= place
-    if self._window is not None:
-      seen &= key > place - self._window
+    if self._form.window is not None:
+      near = key > place - self._form.window
+      if self._form.sink_page:
+        near = near | (key < self._start[:, mine, None] + self._page)
+      seen = seen & near
     same = self._start[:, mine, None] == self._start[:, None, rest]
     seen = (seen & same)[:, None]
     if self._selected is not None:

@@ -48,7 +48,7 @@ _BY_WIDTH = (((1,), (1,)), ((), ()))  # ch, rh -> cr
 _BY_KEY = (((0,), (0,)), ((), ()))  # ch, cr -> hr
 
 
-def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
+def attend(q_TNH, kv_MCKh, layout, selected_TKj, sink_N, form, numerics):
   """Returns the output [T, N, H] and the log-sum-exp of the scores [T, N].
 
   See `ops.paged_attention`.
@@ -58,11 +58,12 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
   """
   page, heads, both = kv_MCKh.shape[1:]
   _check_chip(page, both // 2)
-  shape = _Shape(page, heads, both // 2, q_TNH.shape[1] // heads, numerics)
+  group = q_TNH.shape[1] // heads
+  shape = _Shape(page, heads, both // 2, group, numerics, form)
   kv = kv_MCKh.reshape(*kv_MCKh.shape[:2], heads * both)
-  if window is not None and _slides(layout, page, window):
-    return _slide_rows(q_TNH, kv, layout, window, shape)
-  return _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape)
+  if _slides(layout, page, form):
+    return _slide_rows(q_TNH, kv, layout, sink_N, shape)
+  return _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape)
 
 
 def _check_chip(page: int, width: int) -> None:
@@ -83,16 +84,20 @@ class _Shape:
     width: H.
     group: G.
     numerics: rounding rules.
+    form: window, soft cap and sink page.
     packed: keys and values of a head share one row of lanes (H = 64): queries
       are padded with zeros, outputs lie in the last H rows.
-    scale: of the scores, with the factor of exp2.
+    unit: logits in a score: 1/√H where it is a bare product, the cap where it
+      is a tanh.
+    scale: powers of two in a score.
   """
 
-  def __init__(self, page, heads, width, group, numerics):
+  def __init__(self, page, heads, width, group, numerics, form):
     self.page, self.heads, self.width, self.group = page, heads, width, group
-    self.numerics = numerics
+    self.numerics, self.form = numerics, form
     self.packed = width % LANES != 0
-    self.scale = width**-0.5 * math.log2(math.e)
+    self.unit = form.soft_cap or width**-0.5
+    self.scale = self.unit * math.log2(math.e)
 
   @property
   def depth(self) -> int:
@@ -103,10 +108,36 @@ class _Shape:
     """`Numerics.keep`; Mosaic compiles what is written."""
     return self.numerics.keep(x) if nx.interpret() else x
 
-  def start(self, rows):
-    """Returns (m [1, R], l [1, R], acc [depth, R]) of rows that saw nothing."""
+  def sinks(self, sink_N, together, tile):
+    """Returns [K / together, 1, R], the score of each row's sink."""
+    sink = jnp.maximum(sink_N.astype(nx.F32) * (1 / self.unit), _NONE)
+    sink = sink.reshape(-1, together, 1, self.group)
+    sink = jnp.broadcast_to(sink, (*sink.shape[:2], tile, self.group))
+    return sink.reshape(sink.shape[0], 1, -1)
+
+  def start(self, rows, sink=None):
+    """Returns (m, l [1, R], acc [depth, R]) of rows that saw no key.
+
+    Args:
+      rows: R.
+      sink: [1, R] from `sinks`, or None.
+    """
     zero = jnp.zeros((1, rows), nx.F32)
-    return zero + _NONE, zero, jnp.zeros((self.depth, rows), nx.F32)
+    acc = jnp.zeros((self.depth, rows), nx.F32)
+    return (zero + _NONE, zero, acc) if sink is None else (sink, zero + 1, acc)
+
+  def bend(self, s):
+    """Applies the soft cap to products of queries and keys."""
+    if not self.form.soft_cap:
+      return s
+    return jnp.tanh(self.keep(s * (self.width**-0.5 / self.form.soft_cap)))
+
+  def bound(self, position, number):
+    """Returns what a key's position on a page must exceed to be seen."""
+    bound = position - self.form.window
+    if self.form.sink_page:
+      bound -= jnp.where(number == 0, 1 << 30, 0)
+    return bound
 
   def step(self, state, queries, pages, seen=None, rows=None, lanes=None):
     """One page of the online softmax.
@@ -130,6 +161,7 @@ class _Shape:
     s = _total(
         keep(dot(self._keys(kv), q, _BY_WIDTH)) for kv, q in zip(pages, queries)
     )
+    s = self.bend(s)
     if seen is not None:
       s = jnp.where(seen, s, -jnp.inf)
     best = s.max(0, keepdims=True)
@@ -160,7 +192,7 @@ class _Shape:
     m, l, acc = state
     l = jnp.maximum(l, 1e-30)
     out = self.numerics.cast(self.keep(acc * (1 / l)))
-    lse = self.keep(m * self.width**-0.5) + self.keep(jnp.log(l))
+    lse = self.keep(m * self.unit) + self.keep(jnp.log(l))
     return out.T, lse
 
   def pad(self, q):
@@ -197,7 +229,7 @@ def _iota(shape, axis):
 # ------------------------------------------------------------- lists of pages
 
 
-def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
+def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   """Attention of tiles that lie within a page, over lists of pages."""
   page, heads, group = shape.page, shape.heads, shape.group
   tile, together = QUERY_TILE, 1
@@ -207,7 +239,7 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
     together = _together(heads, tile * group)
   positions, table, current = tile_facts(layout, page, tile)
   count, numbers = _visits(
-      selected_TKj, window, layout, positions, current, table.shape[1], shape
+      selected_TKj, layout, positions, current, page, shape.form
   )
   tiles, rows = positions.shape[0], together * tile * group
   listed = jnp.take_along_axis(table[:, None], numbers, 2)
@@ -235,12 +267,16 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, window, shape):
     specs.append(
         pl.BlockSpec((1, 1, chosen.shape[2], rows), lambda k, t: (t, k, 0, 0))
     )
+  if sink_N is not None:
+    inputs.append(shape.sinks(sink_N, together, tile))
+    specs.append(pl.BlockSpec((1, 1, rows), lambda k, t: (k, 0, 0)))
   slots = 2 * _walk_pages() + 1
   out, lse = pl.pallas_call(
       functools.partial(
           _walk,
           shape=shape,
-          window=window,
+          picks=selected_TKj is not None,
+          sinks=sink_N is not None,
           capacity=numbers.shape[2],
           together=together,
       ),
@@ -314,25 +350,47 @@ def _to_stream(out, lse, layout, tile, shape, together=1):
   return from_tiles(out, layout), from_tiles(lse, layout)
 
 
-def _visits(selected, window, layout, positions, current, pages, shape):
+def pages_read(layout, page, form, selected_TKj=None):
+  """Returns int32 [tiles, K or 1], pages that the engine's tiles read.
+
+  It is the length of the lists that `attend` walks, for each KV head, or one
+  for all.
+
+  Args:
+    layout: of the engine.
+    page: C.
+    form: window and sink page.
+    selected_TKj: as `attend` gets it.
+  """
+  positions, _, current = tile_facts(layout, page)
+  return _visits(selected_TKj, layout, positions, current, page, form)[0]
+
+
+def _visits(selected, layout, positions, current, page, form):
   """Pages each tile visits, ascending, the current page last.
 
   Returns:
     count int32 [tiles, K or 1], 0 for an empty tile, and page numbers int32
     [tiles, K or 1, capacity]; entries past the count repeat the current page.
   """
-  tile = positions.shape[1]
+  tile, pages = positions.shape[1], layout.page_table_SW.shape[1]
   last = current[:, None, None]
   if selected is None:
     first = jnp.zeros_like(last)
     capacity = pages
-    if window is not None:
+    if form.window is not None:
       lowest = jnp.min(jnp.where(positions >= 0, positions, 1 << 30), 1)
-      lowest = jnp.minimum(lowest, current * shape.page)[:, None, None]
-      first = jnp.maximum(lowest - window + 1, 0) // shape.page
-      capacity = min(pages, (window + shape.page - 2) // shape.page + 1)
+      lowest = jnp.minimum(lowest, current * page)[:, None, None]
+      first = jnp.maximum(lowest - form.window + 1, 0) // page
+      capacity = min(pages, (form.window + page - 2) // page + 1)
     numbers = jnp.minimum(first + jnp.arange(capacity), last)
     count = (last - first)[..., 0] + 1
+    if form.window is not None and form.sink_page:
+      # Page 0 comes first, unless the window reaches it.
+      front = jnp.pad(numbers, [(0, 0), (0, 0), (1, 0)])
+      back = jnp.concatenate([numbers, last], -1)
+      numbers = jnp.where(first > 0, front, back)
+      count += first[..., 0] > 0
   else:
     nothing = jnp.int32(1 << 30)
     chosen = to_tiles(selected, layout, fill=-1, tile=tile)
@@ -352,9 +410,12 @@ def _visits(selected, window, layout, positions, current, pages, shape):
   return count.astype(jnp.int32), numbers.astype(jnp.int32)
 
 
-def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
+def _walk(walk, pos, q, kv, *rest, shape, picks, sinks, capacity, together):
   """Grid (K / together, tiles): one tile of some KV heads."""
-  *chosen, out, lse, pages, sems = rest
+  *more, out, lse, pages, sems = rest
+  chosen = more[0] if picks else None
+  sink = more[-1] if sinks else None
+  windowed = shape.form.window is not None
   head = pl.program_id(0)
   count = walk[0, 0, 0, 0]
   both = 2 * shape.width
@@ -402,7 +463,8 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
   offsets = _iota((shape.page, 1), 0)
 
   def in_window(number, rows):
-    return number * shape.page + offsets > pos[0, :, rows] - window
+    bound = shape.bound(pos[0, :, rows], number)
+    return number * shape.page + offsets > bound
 
   def visit(step, states):
     for c in fetch(step):
@@ -420,10 +482,10 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
       page = split(pages[base + u])
       for i, rows in enumerate(blocks):
         here = jnp.full((1, rows.size), place, jnp.int32) < count - 1
-        if chosen:
-          hit = jnp.where(chosen[0][0, 0, :, rows] == number, 1.0, 0.0)
+        if chosen is not None:
+          hit = jnp.where(chosen[0, 0, :, rows] == number, 1.0, 0.0)
           here &= hit.max(0, keepdims=True) > 0
-        seen = in_window(number, rows) if window is not None else None
+        seen = in_window(number, rows) if windowed else None
         states[i] = shape.step(states[i], queries[i], page, seen, here, owners)
     return states
 
@@ -437,7 +499,10 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
       for c in fetch(0):
         c.start()
 
-    states = [shape.start(rows.size) for rows in blocks]
+    states = [
+        shape.start(rows.size, sink[0, :, rows] if sinks else None)
+        for rows in blocks
+    ]
     states = lax.fori_loop(0, steps, visit, states)
     last.wait()
     number = walk[0, 0, 0, 1 + capacity + count - 1]
@@ -448,7 +513,7 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
     page = split(jnp.where(written, page, jnp.zeros_like(page)))
     for i, rows in enumerate(blocks):
       seen = offsets <= pos[0, :, rows] - number * shape.page
-      if window is not None:
+      if windowed:
         seen &= in_window(number, rows)
       state = shape.step(states[i], queries[i], page, seen, None, owners)
       out[0, 0, rows], lse[0, 0, :, rows] = shape.finish(state)
@@ -462,9 +527,11 @@ def _walk(walk, pos, q, kv, *rest, shape, window, capacity, together):
 # ------------------------------------------------------------ sliding windows
 
 
-def _slides(layout, page, window) -> bool:
-  """Whether `_slide` serves: rows, and a window of few pages."""
-  return layout.row_length is not None and _back(page, window) <= SLIDE_PAGES
+def _slides(layout, page, form) -> bool:
+  """Whether `_slide` serves: rows, and a window of few pages and no other."""
+  if layout.row_length is None or form.window is None or form.sink_page:
+    return False
+  return _back(page, form.window) <= SLIDE_PAGES
 
 
 def _back(page: int, window: int) -> int:
@@ -480,7 +547,7 @@ def _own_pages(pages: int, page: int, tokens: int = SLIDE_TOKENS) -> int:
   return own
 
 
-def _slide_plan(shape, own, back, window):
+def _slide_plan(shape, own, back):
   """What each block of rows of a tile of `_slide` visits.
 
   Yields:
@@ -489,7 +556,7 @@ def _slide_plan(shape, own, back, window):
     future of some row, are out of the window of some row, may be of another
     sequence).
   """
-  page, group = shape.page, shape.group
+  page, group, window = shape.page, shape.group, shape.form.window
   tokens = max(1, min(page, ROWS // group))
   while page % tokens:
     tokens -= 1
@@ -511,12 +578,12 @@ def _ahead(shape, r, rows):
   return query - _iota((shape.page, rows), 0)
 
 
-def _slide_rows(q_TNH, kv, layout, window, shape):
+def _slide_rows(q_TNH, kv, layout, sink_N, shape):
   """Sliding windows over packed rows, whose pages are the stream itself."""
   page, heads, group = shape.page, shape.heads, shape.group
   total = q_TNH.shape[0] // page
   own = _own_pages(layout.row_length // page, page)
-  back, tile = _back(page, window), own * page
+  back, tile = _back(page, shape.form.window), own * page
   tiles, rows = total // own, tile * group
   stream = jnp.arange(q_TNH.shape[0], dtype=jnp.int32)
   first = (stream - layout.positions_T) // page  # of the token's sequence
@@ -531,14 +598,19 @@ def _slide_rows(q_TNH, kv, layout, window, shape):
         lambda k, t: (jnp.maximum(t * own - back + j, 0), 0, k),
     )
 
+  sinks, sink_specs = [], []
+  if sink_N is not None:
+    sinks = [shape.sinks(sink_N, 1, tile)]
+    sink_specs = [pl.BlockSpec((1, 1, rows), lambda k, t: (k, 0, 0))]
   out, lse = pl.pallas_call(
-      functools.partial(_slide, shape=shape, window=window, own=own),
+      functools.partial(_slide, shape=shape, own=own, back=back),
       grid=(heads, tiles),
       in_specs=[
           pl.BlockSpec((1, 1, rows), lambda k, t: (t, 0, 0)),
           pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
           *(past(j) for j in range(back)),
           pl.BlockSpec((own, page, both), lambda k, t: (t, 0, k)),
+          *sink_specs,
       ],
       out_specs=[
           pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
@@ -554,24 +626,25 @@ def _slide_rows(q_TNH, kv, layout, window, shape):
       ),
       interpret=nx.interpret(),
       name='paged_attention_slide',
-  )(first, q, *([kv] * (back + 1)))
+  )(first, q, *([kv] * (back + 1)), *sinks)
   return _to_stream(out, lse, layout, tile, shape)
 
 
-def _slide(first, q, *rest, shape, window, own):
+def _slide(first, q, *rest, shape, own, back):
   """Grid (K, tiles): `own` pages of queries of one KV head."""
-  *past, current, out, lse, pages = rest
-  page, back = shape.page, len(past)
+  *inputs, out, lse, pages = rest
+  past, current, sink = inputs[:back], inputs[back], inputs[back + 1 :]
+  page, window = shape.page, shape.form.window
   start = pl.program_id(1) * own  # stream page of the tile's first token
   for j in range(back + own):
     kv = past[j][0] if j < back else current[j - back]
     # What no row of the tile sees may hold anything, and 0 · NaN is NaN.
     pages[j] = jnp.where(jnp.abs(kv) < 3e38, kv, jnp.zeros_like(kv))
-  for r, rows, plan in _slide_plan(shape, own, back, window):
+  for r, rows, plan in _slide_plan(shape, own, back):
     part = pl.ds(r, rows)
     query, begin = q[0, 0, part], first[0, :, part]
     ahead = _ahead(shape, r, rows)
-    state = shape.start(rows)
+    state = shape.start(rows, sink[0][0, :, part] if sink else None)
     for j, diagonal, edge, other in plan:
       off = (j - back) * page
       seen = None

@@ -6,6 +6,8 @@ five products a page. A tile's dQ is finished in its own step.
 
   P = exp(S - lse),  dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O)),
   dQ = dS K / √H,  dK = dSᵀ Q / √H.   Source: arXiv:2205.14135 alg. 4.
+
+A soft cap, s = cap · tanh(S / cap), multiplies dS by 1 - tanh².
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def attend_rows_backward(
     out_TNH,
     lse_TN,
     g_TNH,
-    window,
+    form,
     numerics,
 ):
   """Returns dq [T, N, H] and dkv [M, C, K, 2H] of `ops.paged_attention`.
@@ -51,7 +53,7 @@ def attend_rows_backward(
     out_TNH: the output.
     lse_TN: log-sum-exp of the scores.
     g_TNH: gradient of the output.
-    window: of a sliding-window layer, or None.
+    form: window, soft cap and sink page.
     numerics: precision of the products.
 
   Raises:
@@ -59,9 +61,9 @@ def attend_rows_backward(
   """
   page, heads, both = kv_MCKh.shape[1:]
   group = q_TNH.shape[1] // heads
-  shape = forward._Shape(page, heads, both // 2, group, numerics)
+  shape = forward._Shape(page, heads, both // 2, group, numerics, form)
   _check_row(layout.row_length, both, kv_MCKh.dtype)
-  slide = window is not None and forward._slides(layout, page, window)
+  slide = forward._slides(layout, page, form)
   if slide:
     own = forward._own_pages(layout.row_length // page, page, SLIDE_TOKENS)
     tile = own * page
@@ -97,12 +99,10 @@ def attend_rows_backward(
       pl.BlockSpec((pages, page, both), by_row),
   ]
   if slide:
-    more, more_specs, kernel = _slide_inputs(
-        layout, tile, in_row, window, own, shape
-    )
+    more, more_specs, kernel = _slide_inputs(layout, tile, in_row, own, shape)
   else:
     more, more_specs, kernel = _walk_inputs(
-        layout, tile, in_row, selected_TKj, window, shape
+        layout, tile, in_row, selected_TKj, shape
     )
   dq, dkv = pl.pallas_call(
       kernel,
@@ -144,7 +144,7 @@ def _step(shape, dq, q, g, facts, kv_ref, dkv_ref, page, seen, rows):
   # What no row sees may hold anything, and 0 · NaN is NaN.
   kv = jnp.where(jnp.abs(kv) < 3e38, kv, jnp.zeros_like(kv))
   k, v = (kv, kv) if shape.packed else (kv[:, :width], kv[:, width:])
-  s = dot(k, q, forward._BY_WIDTH)
+  bent = s = shape.bend(dot(k, q, forward._BY_WIDTH))
   if seen is not None:
     s = jnp.where(seen, s, -jnp.inf)
   lse, delta = facts[:1], facts[1:]
@@ -152,6 +152,8 @@ def _step(shape, dq, q, g, facts, kv_ref, dkv_ref, page, seen, rows):
     lse = jnp.where(rows, lse, forward._FAR)
   p = jnp.exp2(s * shape.scale - lse)
   ds = p * (dot(v, g, forward._BY_WIDTH) - delta) * width**-0.5
+  if shape.form.soft_cap:
+    ds *= 1 - bent * bent
   p, ds = p.astype(kv.dtype), ds.astype(kv.dtype)
   dk, dv = dot(ds, q, _BY_ROWS), dot(p, g, _BY_ROWS)
   if shape.packed:
@@ -165,7 +167,7 @@ def _step(shape, dq, q, g, facts, kv_ref, dkv_ref, page, seen, rows):
 # ------------------------------------------------------------ sliding windows
 
 
-def _slide_inputs(layout, tile, in_row, window, own, shape):
+def _slide_inputs(layout, tile, in_row, own, shape):
   """Returns more inputs, their specs and the kernel."""
   page, group = shape.page, shape.group
   place = jnp.arange(layout.positions_T.shape[0]) % layout.row_length
@@ -174,11 +176,12 @@ def _slide_inputs(layout, tile, in_row, window, own, shape):
   spec = pl.BlockSpec(
       (1, 1, tile * group), lambda k, r, t: (r * in_row + t, 0, 0)
   )
-  kernel = functools.partial(_slide, shape=shape, window=window, own=own)
+  kernel = functools.partial(_slide, shape=shape, own=own)
   return [first], [spec], kernel
 
 
-def _slide(q, g, facts, kv, first, dq, dkv, *, shape, window, own):
+def _slide(q, g, facts, kv, first, dq, dkv, *, shape, own):
+  window = shape.form.window
   tile = pl.program_id(2)
 
   @pl.when(tile == 0)
@@ -186,7 +189,7 @@ def _slide(q, g, facts, kv, first, dq, dkv, *, shape, window, own):
     dkv[...] = jnp.zeros(dkv.shape, dkv.dtype)
 
   page, back = shape.page, forward._back(shape.page, window)
-  for r, rows, plan in forward._slide_plan(shape, own, back, window):
+  for r, rows, plan in forward._slide_plan(shape, own, back):
     part = pl.ds(r, rows)
     total = jnp.zeros((shape.depth, rows), nx.F32)
     ahead = forward._ahead(shape, r, rows)
@@ -219,12 +222,12 @@ def _slide(q, g, facts, kv, first, dq, dkv, *, shape, window, own):
 # ------------------------------------------------------------- lists of pages
 
 
-def _walk_inputs(layout, tile, in_row, selected_TKj, window, shape):
+def _walk_inputs(layout, tile, in_row, selected_TKj, shape):
   """Returns more inputs, their specs and the kernel."""
   page, group = shape.page, shape.group
   positions, table, current = tile_facts(layout, page, tile)
   count, numbers = forward._visits(
-      selected_TKj, window, layout, positions, current, table.shape[1], shape
+      selected_TKj, layout, positions, current, page, shape.form
   )
   # Pages of a row, counted from its first.
   begin = table[:, 0] % (layout.row_length // page)
@@ -255,11 +258,11 @@ def _walk_inputs(layout, tile, in_row, selected_TKj, window, shape):
             lambda k, r, t: (r * in_row + t, k, 0, 0),
         )
     )
-  kernel = functools.partial(_walk, shape=shape, window=window)
+  kernel = functools.partial(_walk, shape=shape)
   return more, specs, kernel
 
 
-def _walk(q, g, facts, kv, walk, pos, *rest, shape, window):
+def _walk(q, g, facts, kv, walk, pos, *rest, shape):
   *chosen, dq, dkv = rest
 
   @pl.when(pl.program_id(2) == 0)
@@ -275,8 +278,8 @@ def _walk(q, g, facts, kv, walk, pos, *rest, shape, window):
     number = walk[0, 0, 0, 2 + place]
     keys = number * shape.page + offsets
     seen = keys <= position if current else None
-    if window is not None:
-      near = keys > position - window
+    if shape.form.window is not None:
+      near = keys > shape.bound(position, number)
       seen = near if seen is None else seen & near
     mine = None
     if chosen and not current:

@@ -15,17 +15,20 @@ _QUERY_BY_KEY = (((3,), (3,)), ((0, 1), (0, 1)))  # trh, tch -> trc (per head)
 _PROB_BY_VALUE = (((3,), (2,)), ((0, 1), (0, 1)))
 
 
-def _visit_list(current, num_pages, page_size, window, selected, positions):
+def _visit_list(current, num_pages, page_size, form, selected, positions):
   """Pages each tile visits, ascending.
 
   Returns:
     pages int32 [tiles, K or 1, j] page numbers within the sequence, -1 or less
     for none, and the number of columns in use.
   """
-  if window is not None:
-    back = min((window - 2) // page_size + 1, num_pages - 1)
-    offsets = jnp.arange(-back, 1)
-    return (current[:, None] + offsets)[:, None], back + 1
+  if form.window is not None:
+    back = min((form.window - 2) // page_size + 1, num_pages - 1)
+    pages = current[:, None] + jnp.arange(-back, 1)
+    if form.sink_page:  # unless the window reaches it
+      first = jnp.where(current > back, 0, -1)
+      pages = jnp.concatenate([first[:, None], pages], 1)
+    return pages[:, None], pages.shape[1]
   every = jnp.arange(num_pages)
   if selected is None:
     pages = jnp.where(every <= current[:, None], every, -1)[:, None]
@@ -38,7 +41,7 @@ def _visit_list(current, num_pages, page_size, window, selected, positions):
   return jnp.where(pages < num_pages, pages, -1), count
 
 
-def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
+def attend(q_TNH, kv_MCKh, layout, selected_TKj, sink_N, form, numerics):
   """Returns the output [T, N, H] and the log-sum-exp of the scores [T, N].
 
   See `ops.paged_attention`.
@@ -56,9 +59,10 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
   if selected_TKj is not None:
     selected = to_tiles(selected_TKj, layout, fill=-1)
   pages, count = _visit_list(
-      current, table.shape[1], page_size, window, selected, positions
+      current, table.shape[1], page_size, form, selected, positions
   )
   scale = width**-0.5
+  cap = form.soft_cap
 
   def page(j, carry):
     m, l, acc = carry
@@ -69,15 +73,22 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
     else:
       kv = kv_MCKh[block, :, jnp.arange(heads)]
     k, v = kv[..., :width], kv[..., width:]
-    s = keep(numerics.dot(q, k, _QUERY_BY_KEY) * scale)
+    s = numerics.dot(q, k, _QUERY_BY_KEY)
+    if cap:
+      s = keep(cap * jnp.tanh(keep(s * (scale / cap))))
+    else:
+      s = keep(s * scale)
     key_pos = number[..., None] * page_size + jnp.arange(page_size)
     key_pos, rows = key_pos[:, :, None], row_pos[..., None]
     exists = (number >= 0)[..., None, None]
     seen = (key_pos <= rows) & exists
     # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
     v = jnp.where((key_pos <= last).swapaxes(2, 3) & exists, v, 0)
-    if window is not None:
-      seen &= key_pos > rows - window
+    if form.window is not None:
+      near = key_pos > rows - form.window
+      if form.sink_page:
+        near |= (number == 0)[..., None, None]
+      seen &= near
     if selected is not None:
       picked = (selected == number[:, None, :, None]).any(-1)  # [t, tile, K]
       picked |= (number == current[:, None])[:, None]
@@ -91,7 +102,12 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, window, numerics):
     return m_new, l, keep(acc * a[..., None]) + pv
 
   shape = q.shape[:3]
-  carry = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros(q.shape, nx.F32))
+  m, l = jnp.full(shape, -1e30), jnp.zeros(shape)
+  if sink_N is not None:  # as a page with one key and no value
+    sink = jnp.maximum(sink_N.astype(nx.F32), -1e30).reshape(heads, 1, group)
+    sink = jnp.broadcast_to(sink, (heads, tile, group)).reshape(shape[1:])
+    m, l = jnp.broadcast_to(sink, shape), jnp.ones(shape)
+  carry = m, l, jnp.zeros(q.shape, nx.F32)
   m, l, acc = lax.fori_loop(0, count, page, carry)
   l = jnp.maximum(l, 1e-30)
   out = numerics.cast(keep(acc * (1 / l)[..., None]))

@@ -150,6 +150,25 @@ def test_no_bit_differs(name):
   compare(name, cfg, samples.traffic(cfg, 210, seed), programs)
 
 
+SINKS = dict(attention_sink=True, soft_cap=3.0, sink_page=True)
+
+
+@pytest.mark.parametrize(
+    ('precision', 'impl'),
+    [
+        ('bfloat16', 'xla'),
+        pytest.param('float32', 'xla', marks=pytest.mark.slow),
+        pytest.param('bfloat16', 'pallas', marks=pytest.mark.slow),
+        pytest.param('float32', 'pallas', marks=pytest.mark.slow),
+    ],
+)
+def test_no_bit_differs_with_sinks(precision, impl):
+  """Sink logits, capped scores, and the first page always in sight."""
+  cfg = samples.config(**SMALL | SINKS, precision=precision, impl=impl)
+  scripts = samples.traffic(cfg, 60, 7)
+  compare(f'sinks-{precision}-{impl}', cfg, scripts, [(check_update, NARROW)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', MORE_ARMS)
 def test_no_bit_differs_in_more_policies(name):

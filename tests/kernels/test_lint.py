@@ -36,6 +36,9 @@ VARIANTS = {
         gating='sigmoid',
         precision='bfloat16',
         remat=True,
+        attention_sink=True,
+        soft_cap=5.0,
+        sink_page=True,
     ),
 }
 TOKENS, TILES, POOL = 64, 24, 8

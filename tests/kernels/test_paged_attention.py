@@ -9,24 +9,43 @@ import numpy as np
 import pytest
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.paged_attention import form as forms
 from kernels_pallas.paged_attention import layout as layouts
 from kernels_pallas.paged_attention import ops
 from tests.kernels import samples
 from tests.kernels import streams
 
-MODES = ('full', 'window', 'block')
-CASES = [(dtype, 'xla', mode) for dtype in samples.DTYPES for mode in MODES] + [
-    # The same rows give the same bits, so one gradient and one dtype will do.
+WINDOW, TOPK, CAP = 11, 2, 2.0
+# 'block' and 'sink' say which arguments are passed, the rest are options.
+MODES = {
+    'full': dict(),
+    'window': dict(window=WINDOW),
+    'block': dict(block=True),
+    'full sink cap': dict(sink=True, soft_cap=CAP),
+    'window sink cap': dict(window=WINDOW, sink=True, soft_cap=CAP),
+    'window sink page': dict(window=WINDOW, sink=True, sink_page=True),
+    'block all': dict(block=True, sink=True, soft_cap=CAP, sink_page=True),
+}
+PLAIN = ('full', 'window', 'block')
+# The same rows give the same bits, so a few of the pairs will do by default.
+FAST = {('xla', dtype, mode) for dtype in samples.DTYPES for mode in PLAIN}
+FAST |= {
+    ('xla', 'float32', 'block all'),
+    ('xla', 'bfloat16', 'window sink page'),
+    ('pallas', 'float32', 'block all'),
+}
+CASES = [
     pytest.param(
         dtype,
-        'pallas',
+        impl,
         mode,
-        marks=[pytest.mark.slow] * ((dtype, mode) != ('float32', 'block')),
+        marks=[pytest.mark.slow] * ((impl, dtype, mode) not in FAST),
     )
+    for impl in ('xla', 'pallas')
     for dtype in samples.DTYPES
     for mode in MODES
 ]
-WINDOW, TOPK = 11, 2
+SINKS = np.asarray([0.3, -1.5, 2.5, 0.0], np.float32)
 PACK = [[0, 4], [1, 2, 3], [3, 0]]  # rows of 5, 4 and 3 pages
 
 
@@ -44,22 +63,29 @@ def chosen(place, count):
 
 
 def attention(dtype, mode, impl='xla', direct=False):
-  """Returns (q, kv, layout, selected) -> out."""
+  """Returns (q, kv, sink, layout, selected) -> out."""
   num = samples.EXACT[dtype]
-  window = WINDOW if mode == 'window' else None
+  options = dict(MODES[mode])
+  block, with_sink = options.pop('block', False), options.pop('sink', False)
 
-  def run(q, kv, layout, selected):
-    selected = selected if mode == 'block' else None
+  def run(q, kv, sink, layout, selected):
+    selected = selected if block else None
+    sink = sink if with_sink else None
     if direct:  # differentiable as it stands
-      return ops.reference.attend(q, kv, layout, selected, window, num)[0]
+      if block and options.get('sink_page'):
+        first = jnp.zeros_like(selected[..., :1])
+        selected = jnp.concatenate([first, selected], -1)
+      form = forms.Form(**options)
+      return ops.reference.attend(q, kv, layout, selected, sink, form, num)[0]
     return ops.paged_attention(
         q,
         kv,
         layout,
         numerics=num,
-        window=window,
         selected_TKj=selected,
+        sink_N=sink,
         impl=impl,
+        **options,
     )
 
   return run
@@ -72,11 +98,12 @@ def attend(dtype, mode, impl='xla'):
 
 @functools.cache
 def gradients(dtype, mode, impl='xla', direct=False):
-  """Compiled (q, kv, g, layout, selected) -> out, (dq, dkv)."""
+  """Compiled (q, kv, g, layout, selected) -> out, (dq, dkv, dsink)."""
   fun = attention(dtype, mode, impl, direct)
 
   def run(q, kv, g, layout, selected):
-    value, pull = jax.vjp(lambda q, kv: fun(q, kv, layout, selected), q, kv)
+    of = lambda *inputs: fun(*inputs, layout, selected)
+    value, pull = jax.vjp(of, q, kv, jnp.asarray(SINKS))
     return value, pull(g)
 
   return nx.jit(run)
@@ -86,14 +113,15 @@ def in_stream(data, dtype, mode, chunks, *, impl='xla', seed=0, tiles=40):
   kv, table = streams.pool(data, seed)
   q, layout, place = streams.stream(data, table, chunks, 128, tiles)
   selected = chosen(place, 128)
-  out = attend(dtype, mode, impl)(q, kv, layout, selected)
+  out = attend(dtype, mode, impl)(q, kv, SINKS, layout, selected)
   assert not np.any(np.asarray(out)[len(place) :]), 'rows in no tile are zero'
   return streams.by_place(out, place)
 
 
 def in_rows(data, dtype, mode, *, impl='xla', fill=0.0, pack=PACK):
   q, kv, layout, place = streams.packed(data, pack, 80, fill)
-  out = attend(dtype, mode, impl)(q, kv, layout, chosen(place, len(q)))
+  selected = chosen(place, len(q))
+  out = attend(dtype, mode, impl)(q, kv, SINKS, layout, selected)
   return streams.by_place(out, place)
 
 
@@ -106,8 +134,8 @@ def same(a, b):
 
 
 def hand(keys, values, query, position, table=((1, 0),), **options):
-  """One query of width 4 over two pages of 8; impl by impl."""
-  kv = np.full((3, 8, 1, 8), np.nan, np.float32)
+  """One query of width 4 over pages of 8; impl by impl."""
+  kv = np.full((5, 8, 1, 8), np.nan, np.float32)
   for i, (k, v) in enumerate(zip(keys, values)):
     kv[table[0][i // 8], i % 8, 0] = [k, 0, 0, 0, v, 0, 0, 0]
   tiles = np.full((1, 8), 8, np.int32)
@@ -123,17 +151,24 @@ def hand(keys, values, query, position, table=((1, 0),), **options):
   )
   q = np.zeros((8, 1, 4), np.float32)
   q[0, 0, 0] = query
-  selected = options.pop('selected_TKj', None)
+  selected, sink = options.pop('selected_TKj', None), options.pop('sink', None)
+  sink = None if sink is None else jnp.asarray([sink], jnp.float32)
   run = compiled(**options)
-  return float(run(q, kv, layout, selected)[0, 0, 0])
+  return float(run(q, kv, layout, selected, sink)[0, 0, 0])
 
 
 @functools.cache
 def compiled(**options):
   num = samples.EXACT['float32']
   return nx.jit(
-      lambda q, kv, layout, selected: ops.paged_attention(
-          q, kv, layout, numerics=num, selected_TKj=selected, **options
+      lambda q, kv, layout, selected, sink: ops.paged_attention(
+          q,
+          kv,
+          layout,
+          numerics=num,
+          selected_TKj=selected,
+          sink_N=sink,
+          **options,
       )
   )
 
@@ -156,6 +191,67 @@ def test_by_hand(impl):
   pick = lambda page: jnp.full((8, 1, 1), page)
   assert window(selected_TKj=pick(-1)) == pytest.approx(8)
   assert window(selected_TKj=pick(0)) == pytest.approx(4)
+
+
+@pytest.mark.parametrize('impl', ['reference', 'xla', 'pallas'])
+def test_sinks_and_caps_by_hand(impl):
+  log2 = 2 * math.log(2)
+  run = functools.partial(hand, impl=impl)
+  # Weights: key 1, sink 1, so half of the value is gone.
+  assert run([0], [6], 1.0, 0, sink=0.0) == pytest.approx(3)
+  # Weights: keys 1 and 2, sink 3.
+  keys = functools.partial(run, [0, 1], [3, 9], log2, 1)
+  assert keys(sink=math.log(3)) == pytest.approx((3 + 18) / 6)
+  assert keys(sink=-math.inf) == pytest.approx(7)  # as without
+  assert keys(sink=1000.0) == 0
+  # q · k / √4 is 3; a cap of 1.5 makes it 1.5 tanh(2), a weight of 4.2454.
+  weight = math.exp(1.5 * math.tanh(2.0))
+  capped = functools.partial(run, [0, 6], [1, 2], 1.0, 1, soft_cap=1.5)
+  expected = (1 + 2 * weight) / (1 + weight)
+  assert capped(sink=-math.inf) == pytest.approx(expected)
+  # Sinks are not capped.
+  expected = (1 + 2 * weight) / (1 + weight + 8)
+  assert capped(sink=math.log(8)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize('impl', ['reference', 'xla', 'pallas'])
+def test_a_sink_page_by_hand(impl):
+  """Equal weights, so the value is the mean of what is seen."""
+  values = [float(v) for v in range(25)]
+  run = functools.partial(
+      hand, [0] * 25, values, 1.0, table=((1, 0, 3, 2),), impl=impl
+  )
+  first, own = range(8), [24]
+  mean = lambda *parts: np.mean([v for part in parts for v in part])
+  page = functools.partial(run, 24, sink_page=True)
+  assert page(window=3) == pytest.approx(mean(first, [22, 23, 24]))
+  # The window reaches into page 0: nothing counts twice.
+  assert page(window=20) == pytest.approx(mean(range(25)))
+  pick = lambda *pages: jnp.broadcast_to(jnp.asarray(pages), (8, 1, 3))
+  picks = lambda *pages: page(selected_TKj=pick(*pages))
+  assert picks(2, -1, -1) == pytest.approx(mean(first, range(16, 25)))
+  assert picks(-1, -1, -1) == pytest.approx(mean(first, own))
+  # Selected as well, even twice: still counted once.
+  assert picks(0, -1, -1) == pytest.approx(mean(first, own))
+  assert picks(0, 2, 0) == pytest.approx(mean(first, range(16, 25)))
+  # In its own page a token sees the past only.
+  options = dict(selected_TKj=pick(0, -1, -1)), dict(window=3)
+  at_two = [run(2, sink_page=True, **o) for o in options]
+  assert at_two == [pytest.approx(1), pytest.approx(1)]
+
+
+def test_tanh_is_pure():
+  """Vectors and what remains of them, alone and fused, have the same bits."""
+  x = 3 * samples.normal(0, (4096,))
+  cap = lambda x: samples.EXACT['float32'].keep(CAP * jnp.tanh(x))
+  whole = np.asarray(nx.jit(cap)(x))
+  fused = nx.jit(lambda x: (cap(x), cap(x) * 3 + 1, jnp.exp(cap(x) - x)))
+  for count in (1, 2, 3, 5, 7, 9, 15, 17, 1003):
+    for start in (0, 1, 3):
+      part = slice(start, start + count)
+      samples.same_bits(nx.jit(cap)(x[part]), whole[part])
+      if count in (1, 7, 17):
+        samples.same_bits(fused(x[part])[0], whole[part])
 
 
 def test_reference_groups_heads():
@@ -193,11 +289,13 @@ def test_row_values_and_gradients(dtype, impl, mode):
   ours, theirs = (streams.by_place(x, place) for x in (out, expected))
   for key, row in theirs.items():
     samples.close(ours[key], row, dtype)
-  for a, b in zip(grads, expected_grads):
+  with_sink = 'sink' in MODES[mode]
+  for a, b, used in zip(grads, expected_grads, (True, True, with_sink)):
     samples.close(a, b, dtype)
-    assert np.abs(np.asarray(a)).max() > 0.1
+    assert (np.abs(np.asarray(a)).max() > 0.1) == used
   # The gradient program's own forward has the bits of the plain one.
-  samples.same_bits(out, attend(dtype, mode, impl)(q, kv, layout, selected))
+  plain = attend(dtype, mode, impl)(q, kv, SINKS, layout, selected)
+  samples.same_bits(out, plain)
 
 
 def test_gradients_of_pages_longer_than_a_block_of_queries(monkeypatch):
@@ -234,6 +332,28 @@ def test_a_row_is_pure(dtype, impl, mode):
   same(rows, full)
   same(packed(fill=1e4), full)
   same(packed(pack=[[4], [2, 1], [0, 3]]), full)
+
+
+def test_gradients_are_deterministic():
+  data = streams.world()
+  q, kv, layout, place = streams.packed(data, PACK, 80)
+  run = gradients('float32', 'block all', 'xla')
+  args = q, kv, samples.normal(9, q.shape), layout, chosen(place, len(q))
+  first = run(*args)
+  for again in (run(*args), run(*args)):
+    jax.tree.map(samples.same_bits, again, first)
+
+
+def test_the_gradient_of_a_sink_by_hand():
+  """o = v w / (w + e^b): ∂o/∂b = -v w e^b / (w + e^b)², here -6/4."""
+  layout = layouts.row_layout(jnp.arange(8)[None], 8)
+  q = jnp.zeros((8, 1, 4))
+  kv = jnp.zeros((1, 8, 1, 8)).at[0, 0, 0, 4].set(6)
+  num = samples.EXACT['float32']
+  of = lambda sink: ops.paged_attention(
+      q, kv, layout, numerics=num, sink_N=sink, impl='xla'
+  )[0, 0, 0]
+  assert nx.jit(jax.grad(of))(jnp.zeros(1))[0] == pytest.approx(-1.5)
 
 
 @pytest.mark.parametrize('mode', MODES)
@@ -285,8 +405,12 @@ def test_bad_row_layout(shape, page, match):
         (dict(kv=(4, 16, 2, 16)), '4 pages of 16, but the rows hold 48'),
         (dict(kv=(3, 16, 16)), r'kv_MCKh \(3, 16, 16\)'),
         (dict(q=(40, 4, 8)), r'layout.positions_T \(48,\)'),
-        (dict(window=0), 'window=0: a positive window'),
-        (dict(window=4, selected=(48, 2, 1)), 'no selection beside it'),
+        (dict(window=0), 'window=0: at least 1, or None, is allowed'),
+        (dict(window=4, selected=(48, 2, 1)), 'window=4: None is allowed'),
+        (dict(soft_cap=-1.0), 'soft_cap=-1.0: a finite bound above 0'),
+        (dict(soft_cap=math.inf), 'soft_cap=inf: a finite bound above 0'),
+        (dict(soft_cap=math.nan), 'soft_cap=nan: a finite bound above 0'),
+        (dict(sink=(2,)), r'sink_N \(2,\): q_TNH \(48, 4, 8\) needs \(4,\)'),
         (
             dict(selected=(48, 1, 1)),
             r'selected_TKj \(48, 1, 1\): expected \[48',
@@ -295,7 +419,8 @@ def test_bad_row_layout(shape, page, match):
     ],
 )
 def test_bad_input(change, match):
-  args = dict(q=(48, 4, 8), kv=(3, 16, 2, 16), selected=None) | change
+  args = dict(q=(48, 4, 8), kv=(3, 16, 2, 16), selected=None, sink=None)
+  args |= change
   layout = layouts.row_layout(jnp.arange(48).reshape(1, -1), 16)
   selected = args['selected'] and jnp.zeros(args['selected'], jnp.int32)
   with pytest.raises(ValueError, match=match):
@@ -306,5 +431,7 @@ def test_bad_input(change, match):
         numerics=samples.FREE,
         window=args.get('window'),
         selected_TKj=selected,
+        sink_N=args['sink'] and jnp.zeros(args['sink']),
+        soft_cap=args.get('soft_cap', 0.0),
         impl=args.get('impl', 'auto'),
     )

@@ -18,59 +18,80 @@ MODES = {
     'window 128': dict(window=128),
     'window 512': dict(window=512),
     'block': dict(topk=16),
+    'full sink cap': dict(sinks=True),
+    'window 512 sink cap': dict(window=512, sinks=True),
+    'window 512 sink page': dict(window=512, sinks=True, sink_page=True),
+    'block all': dict(topk=16, sinks=True, sink_page=True),
 }
 TOKENS, HEADS, KV_HEADS = 2048, 16, 4
-# All shapes for one chip, and one shape for the others.
+# All shapes for one chip, and one shape for the others and for more modes.
 SHAPES = [
     *(('v5e', page, width) for page in (64, 128) for width in (64, 128, 256)),
     *((chip, 128, 128) for chip in sorted(tpu_compiler.CHIPS) if chip != 'v5e'),
 ]
 
 
+CASES = [
+    (*shape, mode)
+    for shape in SHAPES
+    for mode, options in MODES.items()
+    if shape[1:] in ((128, 64), (128, 128)) or 'sinks' not in options
+]
+every_case = pytest.mark.parametrize(('chip', 'page', 'width', 'mode'), CASES)
+
+
 def struct(shape, dtype=jnp.bfloat16):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def call(q, kv, layout, selected, window):
+def call(q, kv, sink, layout, selected, topk, window, sinks, sink_page):
   return ops.paged_attention(
       q,
       kv,
       layout,
       numerics=BF16,
       window=window,
-      selected_TKj=selected,
+      selected_TKj=selected if topk else None,
+      sink_N=sink if sinks else None,
+      soft_cap=50.0 if sinks else 0.0,
+      sink_page=sink_page,
       impl='pallas',
   )
 
 
-def learner(width, page, window=None, topk=0):
+def learner(width, page, window=None, topk=0, sinks=False, sink_page=False):
   """Value and gradients over two packed rows."""
 
-  def run(q, kv, positions, selected):
+  def run(q, kv, sink, positions, selected):
     layout = layouts.row_layout(positions, page)
-    fun = lambda q, kv: call(q, kv, layout, selected if topk else None, window)
-    value, pull = jax.vjp(fun, q, kv)
+    fun = lambda q, kv, sink: call(
+        q, kv, sink, layout, selected, topk, window, sinks, sink_page
+    )
+    value, pull = jax.vjp(fun, q, kv, sink)
     return value, *pull(value)
 
   return run, [
       struct((TOKENS, HEADS, width)),
       struct((TOKENS // page, page, KV_HEADS, 2 * width)),
+      struct((HEADS,)),
       struct((2, TOKENS // 2), jnp.int32),
       struct((TOKENS, KV_HEADS, topk), jnp.int32),
   ]
 
 
-def engine(width, page, window=None, topk=0, tokens=256, sequences=64):
+def engine(width, page, window=None, topk=0, sinks=False, sink_page=False):
   """A step that mixes decode and prefill chunks; 32k tokens of context."""
+  tokens, sequences = 256, 64
   pages, tiles = 32768 // page, sequences + tokens // layouts.QUERY_TILE
 
-  def run(q, kv, positions, rows, table, lanes, place, selected):
+  def run(q, kv, sink, positions, rows, table, lanes, place, selected):
     layout = layouts.Layout(positions, rows, table, lanes, place)
-    return call(q, kv, layout, selected if topk else None, window)
+    return call(q, kv, sink, layout, selected, topk, window, sinks, sink_page)
 
   return run, [
       struct((tokens, HEADS, width)),
       struct((4096, page, KV_HEADS, 2 * width)),
+      struct((HEADS,)),
       struct((tokens,), jnp.int32),
       struct((tokens,), jnp.int32),
       struct((sequences, pages), jnp.int32),
@@ -80,18 +101,17 @@ def engine(width, page, window=None, topk=0, tokens=256, sequences=64):
   ]
 
 
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize(('chip', 'page', 'width'), SHAPES)
+@every_case
 def test_learner_compiles(chip, mode, page, width):
   run, args = learner(width, page, **MODES[mode])
   text = tpu_compiler.compile_for(run, args, chip).as_text()
-  name = 'slide' if 'window' in mode else 'walk'
+  slides = 'window' in mode and 'page' not in mode
+  name = 'slide' if slides else 'walk'
   assert f'paged_attention_{name}' in text
   assert 'paged_attention_backward' in text
 
 
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize(('chip', 'page', 'width'), SHAPES)
+@every_case
 def test_engine_compiles(chip, mode, page, width):
   run, args = engine(width, page, **MODES[mode])
   text = tpu_compiler.compile_for(run, args, chip).as_text()

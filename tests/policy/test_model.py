@@ -36,6 +36,7 @@ def make(**changes):
 
 
 FULL = dict(layers=4, dense_layers=1, shared_width=16, gating='sigmoid')
+SINKS = dict(attention_sink=True, soft_cap=3.0, sink_page=True)
 
 
 def shapes(cfg):
@@ -52,6 +53,8 @@ def quick_init(cfg):
     name = jax.tree_util.keystr(path)
     if 'norm' in name:
       return np.ones(leaf.shape, np.float32)
+    if 'sink' in name:
+      return rng.normal(size=leaf.shape).astype(np.float32)
     scale = 0 if model.is_balance(path) else leaf.shape[-2] ** -0.5
     return (rng.normal(size=leaf.shape) * scale).astype(np.float32)
 
@@ -93,7 +96,7 @@ def full_run(full, tokens):
 
 @pytest.mark.parametrize(
     'cfg',
-    [make(), make(**FULL), make(experts=0, tied=True)],
+    [make(), make(**FULL, **SINKS), make(experts=0, tied=True)],
     ids=['experts', 'full', 'dense'],
 )
 def test_every_parameter_has_its_logical_axes(cfg):
@@ -144,6 +147,8 @@ def test_shapes_by_hand():
   assert layer['expert_out'] == (1, 4, 8, 32)
   assert layer['balance'] == (1, 4)
   assert 'dense_in' not in layer
+  assert 'sink' not in layer
+  assert shapes(make(**SINKS))['pattern'][1]['sink'] == (1, 4)
 
 
 def test_tied_head():
@@ -182,7 +187,7 @@ def test_forward_agrees_with_the_reference_ops(full, full_run, tokens):
 
 def test_every_parameter_takes_part(tokens):
   """Each weight has a gradient; the routers' biases have none."""
-  cfg = make(**(FULL | dict(layers=2, pattern='b')))
+  cfg = make(**(FULL | SINKS | dict(layers=2, pattern='b')))
   weights = quick_init(cfg)
   direction = np.random.default_rng(1).normal(size=(64, 32))
 
@@ -198,6 +203,20 @@ def test_every_parameter_takes_part(tokens):
     name = jax.tree_util.keystr(path)
     assert np.isfinite(size), name
     assert (size == 0) == model.is_balance(path), (name, size)
+
+
+def test_sinks_move_the_output(full, full_run, tokens):
+  """Each of the three does, and agrees with the reference ops."""
+  cfg, weights = full
+  for name, value in SINKS.items():
+    fields = FULL | {name: value}
+    own = quick_init(make(**fields))
+    if name != 'attention_sink':
+      own = weights
+    hidden = run(make(**fields), own, tokens)[0]
+    assert np.abs(np.asarray(hidden - full_run[0])).max() > 1e-3, name
+    expected = run(make(**fields, impl='reference'), own, tokens)[0]
+    np.testing.assert_allclose(hidden, expected, atol=2e-4)
 
 
 def test_bias_moves_the_choice_only(full, full_run, tokens):

@@ -49,8 +49,10 @@ def weights(cfg, seed=0):
       value = 1 + 0.1 * noise
     elif model.is_balance(path):
       return jnp.asarray(0.01 * noise, jnp.float32)
+    elif 'embedding' in name or 'sink' in name:
+      value = noise
     else:
-      value = noise if 'embedding' in name else noise * shape.shape[-2] ** -0.5
+      value = noise * shape.shape[-2] ** -0.5
     return cfg.numerics.cast(jnp.asarray(value, jnp.float32))
 
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
