@@ -27,8 +27,9 @@ class Pool(NamedTuple):
   """KV pages of all layers; layer l owns pages l·M .. (l+1)·M - 1.
 
   Attributes:
-    kv: [L·M, C, K, 2H] keys and values, the last page of a layer is a bin for
-      writes that must not land.
+    kv: [L·M, C, K·2H] keys and values, the last page of a layer is a bin for
+      writes that must not land. Heads lie side by side, as the TPU's kernels
+      read them: with an axis of their own XLA would copy the pool.
     means: float32 [L·M, K, H] mean key of each full page.
   """
 
@@ -53,7 +54,7 @@ class Writes(NamedTuple):
 def init_pool(cfg: PolicyConfig, pages: int) -> Pool:
   """Returns an empty pool of `pages` usable pages a layer, and one bin."""
   n = cfg.layers * (pages + 1)
-  shape = (n, cfg.page, cfg.kv_heads, 2 * cfg.head_width)
+  shape = (n, cfg.page, cfg.kv_heads * 2 * cfg.head_width)
   means = jnp.zeros((n, cfg.kv_heads, cfg.head_width))
   return Pool(jnp.zeros(shape, cfg.numerics.storage), means)
 
@@ -157,7 +158,7 @@ def _attention(h, pool, w, index, kind, layout, cfg, writes):
       means = selection.page_means(pages, numerics=num, impl=impl)
   else:
     pool = _write(pool, kv, kind, index, cfg, writes)
-    pages, means = pool
+    pages, means = _by_head(pool.kv, cfg), pool.means
     layout = layout.shift_pages(index * (pages.shape[0] // cfg.layers))
   selected = None
   if kind == 'b':
@@ -187,14 +188,20 @@ def _attention(h, pool, w, index, kind, layout, cfg, writes):
 
 def _write(pool, kv, kind, index, cfg, writes):
   first = index * (pool.kv.shape[0] // cfg.layers)
-  stored = pool.kv.at[first + writes.page_T, writes.offset_T].set(kv)
+  rows = kv.reshape(kv.shape[0], -1)
+  stored = pool.kv.at[first + writes.page_T, writes.offset_T].set(rows)
   if kind != 'b':
     return Pool(stored, pool.means)
   full = first + writes.full
   means = selection.page_means(
-      stored[full], numerics=cfg.numerics, impl=cfg.impl
+      _by_head(stored[full], cfg), numerics=cfg.numerics, impl=cfg.impl
   )
   return Pool(stored, pool.means.at[full].set(means))
+
+
+def _by_head(pages, cfg):
+  """[M, C, K·2H] -> [M, C, K, 2H]."""
+  return pages.reshape(*pages.shape[:2], cfg.kv_heads, -1)
 
 
 def _feed_forward(h, w, cfg):

@@ -1,4 +1,8 @@
-"""Block selection in plain XLA, on the query tiles of paged attention."""
+"""Block selection in plain XLA, on the query tiles of paged attention.
+
+It holds a float32 score for every token, KV head and page; the TPU kernel does
+not.
+"""
 
 import jax.numpy as jnp
 from jax import lax
