@@ -3,6 +3,8 @@
   python launch/bench.py invariance [--config=configs/swe.py] [--json=FILE]
   python launch/bench.py kernels --chip=v5e|v6e [--json=FILE]
   python launch/bench.py device [--json=FILE]
+  python launch/bench.py context [--chip=v5e] [--contexts=4096,32768]
+      [--json=FILE]
 
 `invariance` prints tokens per second of sampler and learner, and how much
 slower they are than the same code without exactness. The exit code is 1 when a
@@ -17,6 +19,11 @@ a case could not be measured.
 whether results are equal to the bit there, and how fast the kernels are beside
 the best that make no such promise. On CPU it runs tiny shapes, to show that it
 works. The exit code is 1 when a bit differs or a case fails.
+
+`context` prints what attention costs at contexts of 4k to 1M tokens: pages read
+per token, and temporaries of the programs that the TPU compiler makes. The exit
+code is 1 when a window or block-sparse layer reads more pages at a longer
+context, or a program holds a float32 number for each token and page.
 
 `--json=FILE` writes the figures ('-': standard output).
 """
@@ -79,6 +86,21 @@ def _device(args):
   return report, device_bench.table(report), report['holds']
 
 
+def _context(args):
+  from agentic_rl.diagnostics import context_cost
+
+  contexts = context_cost.CONTEXTS
+  if args.contexts:
+    contexts = [int(n) for n in args.contexts.split(',')]
+  rows, faults = context_cost.measure(
+      args.chip,
+      contexts,
+      note=lambda text: print(text, file=sys.stderr, flush=True),
+  )
+  text = context_cost.table(rows, faults)
+  return context_cost.as_json(rows), text, not faults
+
+
 def _parse(argv):
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   commands = parser.add_subparsers(required=True)
@@ -92,7 +114,11 @@ def _parse(argv):
   kernels.add_argument('--chip', required=True, metavar='v5e|v6e')
   device = commands.add_parser('device')
   device.set_defaults(run=_device)
-  for command in (bench, kernels, device):
+  context = commands.add_parser('context')
+  context.set_defaults(run=_context)
+  context.add_argument('--chip', default='v5e')
+  context.add_argument('--contexts', default='', metavar='N,N')
+  for command in (bench, kernels, device, context):
     command.add_argument('--json', default='', metavar='FILE')
   return parser.parse_args(argv)
 
