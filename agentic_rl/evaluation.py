@@ -40,6 +40,9 @@ def evaluate(
   Returns:
     solve: share solved by sampling; interval: its 95 % Wilson interval; greedy:
     share solved greedily.
+
+  Raises:
+    EnvironmentFailure: no environment worked.
   """
   c = run.config.evaluation
   run.metrics.start_phase('heldout', None)
@@ -51,6 +54,8 @@ def evaluate(
     greedy, _ = _collect(run, c.greedy_tasks, first_greedy, True, stop)
   except _Stopped:
     return None
+  for trajectories in (sampled, greedy):
+    collect.check_environments(trajectories, 'held-out evaluation')
   path = journal.path_of(run.workdir, name, step)
   journal.write(path, [*sampled, *greedy])
   solved = [t.info['solved'] for t in sampled if not t.failed]

@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import functools
 import json
+import math
 import os
 import pathlib
 import resource
@@ -20,6 +21,7 @@ from agentic_rl import credit
 from agentic_rl import metrics as metrics_lib
 from agentic_rl import types
 from agentic_rl.envs import pool as pool_lib
+from agentic_rl.envs import sandbox
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import update
 from agentic_rl.policy import chat as chat_lib
@@ -43,6 +45,7 @@ _LEAST = {
     'tokenizer.corpus_tasks': 1,
     'warm_start.steps': 0,
     'warm_start.sequences': 1,
+    'warm_start.rows': 1,
     'warm_start.checkpoint_every': 1,
     'policy.heads': 1,
     'policy.experts': 0,
@@ -61,6 +64,7 @@ _LEAST = {
     'checkpoint.keep': 1,
     'checkpoint.rl_every': 1,
 }
+_SEEDS = 1 << 32  # a seed is a 32-bit number in the samplers' keys
 # Fields that may change between the runs of one work directory.
 FREE = ('evaluation.every', 'checkpoint', 'alerts', 'env_pool')
 
@@ -211,7 +215,12 @@ def _claim(run: Run) -> None:
     raise common.ConfigError(
         f'workdir {run.workdir} is in use by another process'
     ) from None
-  _check_counts(run.config)
+  if sandbox.exposed(run.workdir):
+    raise common.ConfigError(
+        f'workdir {run.workdir}: sandboxes show this part of the system to the'
+        ' code of agents, which could read the held-out tasks; choose another'
+    )
+  _check_numbers(run.config)
   run.fresh = not path.exists()
   if not run.fresh:
     common.check_same(run.config, path, free=FREE)
@@ -221,8 +230,13 @@ def _claim(run: Run) -> None:
       shutil.rmtree(half) if half.is_dir() else half.unlink()
 
 
-def _check_counts(config: Any) -> None:
+def _check_numbers(config: Any) -> None:
   values = common.fields(config)
+  for path, value in values.items():
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f'{path}={value}: a finite number is needed')
+  if values.get('seed', 0) >= _SEEDS:
+    raise ValueError(f'seed={values["seed"]}: allowed is below {_SEEDS}')
   for path, least in _LEAST.items():
     value = values.get(path, least)
     if value < least:
@@ -243,12 +257,24 @@ def _finished(workdir: pathlib.Path) -> dict[str, Any] | None:
 def _build(run: Run) -> None:
   config = run.config
   run.heldout = _heldout(run)
+  made_for = run.heldout[0].env
+  if made_for != config.env.name:
+    raise ValueError(
+        f'env.name={config.env.name!r}: the tasks of this run are made for'
+        f' {made_for!r}'
+    )
   run.chat = chat_lib.Chat(_tokenizer(run))
   run.policy = policy_config.make(
       'small',
       {'vocab': run.chat.tokenizer.vocab_size, **dict(config.policy.items())},
   )
   nx.choose(run.policy.impl, row_ops.IMPLS, 'policy')
+  if 0 < config.rollout.pool_pages < config.rollout.engines:
+    raise ValueError(
+        f'rollout.pool_pages={config.rollout.pool_pages}: allowed is 0, for'
+        f' enough, or a page or more for each of {config.rollout.engines}'
+        ' engines'
+    )
   sampling = engine_lib.Sampling(**dict(config.sampling.items()))
   if not sampling.temperature > 0:
     raise ValueError('sampling.temperature=0: training needs a value above 0')
@@ -306,11 +332,15 @@ def optimizer_from(options: Any, steps: int):
   return optimizer_lib.make(options.pop('name'), steps=steps, **options)
 
 
+def _loss_options(component: Any) -> tuple[tuple[str, Any], ...]:
+  return tuple(sorted(common.options(component).items()))
+
+
 def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
   c = run.config.learner
   loss = update.LossConfig(
-      'ppo_clip',
-      options=(('clip_high', c.clip_high), ('clip_low', c.clip_low)),
+      c.loss.name,
+      options=_loss_options(c.loss),
       temperature=sampling.temperature,
       entropy=c.entropy,
       reference_kl=c.reference_kl,

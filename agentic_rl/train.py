@@ -24,6 +24,7 @@ from agentic_rl import metrics as metrics_lib
 from agentic_rl import setup_run
 from agentic_rl import warm_start
 from agentic_rl.learner import pack as pack_lib
+from agentic_rl.learner import update
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import journal
 from configs import common
@@ -78,6 +79,7 @@ def train(config, workdir, stop: threading.Event | None = None):
     CheckpointError: checkpoints can not be written, or all are corrupt.
     EnvironmentFailure: the sandbox does not work on this machine.
     MismatchError: an exact policy was not exact.
+    DivergedError: the gradient is not finite.
   """
   began = time.monotonic()
   stop = stop or threading.Event()
@@ -141,6 +143,7 @@ def train(config, workdir, stop: threading.Event | None = None):
         )
         stats |= learned
         _check_exact(run, state, learned)
+        update.check_finite(learned, f'iteration {state.iteration}')
       state.iteration += 1
       stats['learner/wall_s'] = time.monotonic() - learn_began
       stats['iteration_s'] = time.monotonic() - iteration_began
@@ -179,6 +182,9 @@ def rollouts(run: setup_run.Run, state: State, tasks):
 
   Returns:
     P groups of G trajectories, and the metrics of the collection.
+
+  Raises:
+    EnvironmentFailure: no environment worked.
   """
   config = run.config
   group = config.rollout.group
@@ -191,6 +197,7 @@ def rollouts(run: setup_run.Run, state: State, tasks):
           state.iteration, f'rollouts {done}/{all_}'
       ),
   )
+  collect.check_environments(trajectories, f'iteration {state.iteration}')
   return collect.groups_of(tasks, trajectories), stats
 
 
@@ -296,6 +303,6 @@ def _finish(run: setup_run.Run, state: State, after) -> dict[str, Any]:
       f'Everything is in {run.workdir}: summary.json, learning_curve.png,'
       f' metrics.jsonl, trajectories/, checkpoints/.\n'
       f'Next: tensorboard --logdir={run.workdir}/tensorboard, or another'
-      f' estimator with --config.credit.name=grpo.'
+      f' estimator with --config.credit.name=grpo --workdir=runs/grpo.'
   )
   return summary

@@ -61,6 +61,7 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
     tree['weights'], tree['optimizer'], stats = learner.update(
         tree['weights'], tree['optimizer'], batch
     )
+    update.check_finite(stats, f'warm start, step {step + 1}')
     step += 1
     run_.warm_start_s = before_s + time.monotonic() - began
     stats['tokens_per_s'] = stats['learner_tokens'] / (
@@ -87,6 +88,9 @@ class Traces:
   Args:
     run_: the parts of the run.
     learner: packs the traces.
+
+  Raises:
+    ConfigError: no trace of a block fits the policy's context.
   """
 
   def __init__(self, run_: setup_run.Run, learner: update.Learner):
@@ -110,8 +114,14 @@ class Traces:
       size = BLOCK * self._config.sequences
       indices = range(block * size, (block + 1) * size)
       examples = [e for i in indices if (e := self._example(i)) is not None]
+      if not examples:
+        raise common.ConfigError(
+            f'policy.max_context={self._limit}: none of {size} expert traces'
+            ' fits it; allowed is more'
+        )
       self._block, self._packed = block, self._learner.pack(examples)
-    return pack_lib.take_rows(self._packed, slice(place, None, BLOCK))
+    rows = len(self._packed.tokens_BT)  # few traces may fill fewer than BLOCK
+    return pack_lib.take_rows(self._packed, slice(place % rows, None, BLOCK))
 
   def _example(self, index: int) -> pack_lib.Example | None:
     weight = np.array([0.0, 1.0, self._config.observation_weight], np.float32)

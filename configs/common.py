@@ -5,8 +5,8 @@ plain values; nothing here imports JAX. Rules:
 
   * Arguments (`swe.py:debug,layers=24`) are for values that touch several
     fields; `parse_arg` is strict about them.
-  * Any single field is overridden by its path: `--config.learner.lr=1e-4` on
-    the command line, `override(config, {'learner.lr': 1e-4})` in Python.
+  * Any single field is overridden by its path: `--config.learner.rows=4` on
+    the command line, `override(config, {'learner.rows': 4})` in Python.
   * A component is chosen by `name`, and keeps the options of each choice in a
     dict called like it, so that changing the name is enough:
 

@@ -54,8 +54,10 @@ def get_config(arg=None):
       iterations=arg.iterations,
       rows=4,
       row_tokens=128,
-      clip_low=0.8,
-      clip_high=1.28,
+      loss=dict(
+          name='ppo_clip',
+          ppo_clip=dict(clip_low=0.8, clip_high=1.28),
+      ),
       entropy=0.0,
       reference_kl=0.0,
       balance=0.0,

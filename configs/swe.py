@@ -24,7 +24,8 @@ def get_config(arg=None):
   config.tokenizer = dict(vocab_size=512, corpus_tasks=2000)
 
   # Environment: real files, real tests, in a sandbox without network.
-  config.env_pool = dict(workers=2, deadline_s=60.0)
+  # The deadline is longer than 64 tests of a worker that all time out.
+  config.env_pool = dict(workers=2, deadline_s=240.0)
   config.env = dict(
       name='swe',
       swe=dict(
@@ -129,8 +130,10 @@ def get_config(arg=None):
       iterations=64,
       rows=8,
       row_tokens=256,
-      clip_low=0.8,
-      clip_high=1.28,
+      loss=dict(
+          name='ppo_clip',
+          ppo_clip=dict(clip_low=0.8, clip_high=1.28),
+      ),
       entropy=0.0,
       reference_kl=0.0,
       balance=0.0,

@@ -69,6 +69,7 @@ def main(argv) -> None:
   from agentic_rl import checkpoint  # JAX loads only now
   from agentic_rl import train
   from agentic_rl.envs import protocol
+  from agentic_rl.learner import update
 
   try:
     train.train(config, workdir, stop=stop)
@@ -80,6 +81,7 @@ def main(argv) -> None:
       checkpoint.CheckpointError,
       protocol.EnvironmentFailure,
       train.MismatchError,
+      update.DivergedError,
       OSError,  # the disk is full, a file may not be read
   ) as error:
     sys.exit(f'error: {error}')

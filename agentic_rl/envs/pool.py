@@ -116,7 +116,7 @@ class EnvPool:
       that may wait for each other in one worker.
 
   Raises:
-    ValueError: unknown name or bad options.
+    ValueError: unknown name or option, or a bad value.
     EnvironmentFailure: workers do not start; the message says why.
   """
 
@@ -125,14 +125,17 @@ class EnvPool:
       name: str,
       options: Mapping[str, Any] | None = None,
       workers: int = 2,
-      deadline_s: float = 60.0,
+      deadline_s: float = 240.0,
   ):
     if name not in envs.ENVIRONMENTS:
       raise ValueError(f'env {name!r}; allowed: {", ".join(envs.ENVIRONMENTS)}')
     if workers < 1 or deadline_s <= 0:
       raise ValueError('workers and deadline_s must be positive')
     keywords = dict(options or {})
-    envs.ENVIRONMENTS[name](**keywords)  # raises for bad ones
+    try:
+      envs.ENVIRONMENTS[name](**keywords)  # raises for bad ones
+    except TypeError as error:
+      raise ValueError(f'env.{name}: {error}') from error
     self._hello = {'env': name, 'options': keywords}
     self._deadline_s = deadline_s
     self._selector = selectors.DefaultSelector()

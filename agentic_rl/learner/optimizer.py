@@ -41,8 +41,17 @@ def make(
     b2: second-moment decay of Adam.
 
   Raises:
-    ValueError: on an unknown name or decay.
+    ValueError: on an unknown name or decay, or a number out of range.
   """
+  for field, value, allowed, holds in (
+      ('learning_rate', learning_rate, '0 or above', learning_rate >= 0),
+      ('warmup', warmup, '0 or above', warmup >= 0),
+      ('clip_norm', clip_norm, 'above 0', clip_norm > 0),
+      ('weight_decay', weight_decay, '0 or above', weight_decay >= 0),
+      ('b2', b2, '0 to below 1', 0 <= b2 < 1),
+  ):
+    if not holds:
+      raise ValueError(f'{field}={value} of optimizer {name!r}: {allowed}')
   rate = schedule(learning_rate, steps, warmup, decay)
   if name == 'adam':
     rule = optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from concurrent import futures
 from typing import Any, Mapping, NamedTuple
 
@@ -49,7 +50,7 @@ class LossConfig:
       (Source: arXiv:2408.15664 alg. 1); 0 leaves it.
 
   Raises:
-    ValueError: on an unknown loss or a value outside its range.
+    ValueError: on an unknown loss or option, or a value outside its range.
   """
 
   name: str = 'ppo_clip'
@@ -64,9 +65,35 @@ class LossConfig:
       raise ValueError(
           f'loss {self.name!r}: allowed are {sorted(losses.LOSSES)}'
       )
+    known = inspect.signature(losses.LOSSES[self.name]).parameters.values()
+    names = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+    for name, _ in self.options:
+      if name not in names:
+        raise ValueError(
+            f'option {name!r} of loss {self.name!r}: allowed are {names}'
+        )
     for field in ('entropy', 'reference_kl', 'balance'):
-      if getattr(self, field) < 0:
+      if not getattr(self, field) >= 0:
         raise ValueError(f'{field}={getattr(self, field)}: must be 0 or above')
+
+
+class DivergedError(RuntimeError):
+  """The gradient is not finite."""
+
+
+def check_finite(stats: Mapping[str, float], where: str) -> None:
+  """Raises DivergedError unless loss and gradient of an update are finite.
+
+  Args:
+    stats: from `Learner.update`.
+    where: for the message.
+  """
+  for name in ('loss', 'grad_norm'):
+    if not np.isfinite(stats[name]):
+      raise DivergedError(
+          f'{where}: {name} is {stats[name]}; a smaller learning rate may help'
+          ' (the last checkpoint is kept)'
+      )
 
 
 class Learner:

@@ -17,6 +17,7 @@ import numpy as np
 
 from agentic_rl import types
 from agentic_rl.envs import pool as pool_lib
+from agentic_rl.envs import protocol
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.rollout import engine as engine_lib
 from agentic_rl.rollout import engines as engines_lib
@@ -322,6 +323,25 @@ def group_requests(
       for i, task in enumerate(tasks)
       for g in range(group)
   ]
+
+
+def check_environments(
+    trajectories: Sequence[types.Trajectory], where: str
+) -> None:
+  """Raises EnvironmentFailure if no trajectory has a working environment.
+
+  A failure now and then is left out of every mean; nothing but failures is no
+  result.
+
+  Args:
+    trajectories: of one collection, at least one.
+    where: for the message.
+  """
+  if all(t.failed for t in trajectories):
+    why = trajectories[0].info.get('error', 'no reason was given')
+    raise protocol.EnvironmentFailure(
+        f'{where}: all {len(trajectories)} rollouts failed, the first with: {why}'
+    )
 
 
 def groups_of(

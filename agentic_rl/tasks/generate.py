@@ -151,8 +151,8 @@ def generate_task(
     seed: any integer; tasks of other seeds are independent.
     split: 'train', 'heldout', or 'ood' (reserved templates only).
     difficulty: the dial: preset, text or mapping, see `Difficulty.parse`.
-    holdout_fraction: share of function instances that training never sees, in
-      (0, 1).
+    holdout_fraction: share of function instances that training never sees,
+      0.01 to 0.99.
     holdout_templates: templates reserved for 'ood', 0 to half of them.
 
   Raises:
@@ -161,10 +161,10 @@ def generate_task(
   difficulty = Difficulty.parse(difficulty)
   allowed = split_templates(split, holdout_templates)
   _require(
-      0 < holdout_fraction < 1,
+      0.01 <= holdout_fraction <= 0.99,
       'holdout_fraction',
       holdout_fraction,
-      'in (0, 1)',
+      '0.01 to 0.99',
   )
   rng = random.Random(f'{GENERATOR_VERSION}:{split}:{int(seed)}')
   while True:

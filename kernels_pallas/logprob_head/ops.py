@@ -157,8 +157,10 @@ def sample(
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
   """Raises ValueError if a sampling option is outside its range."""
-  if not temperature >= 0:
-    raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above')
+  if not (temperature == 0 or 1e-3 <= temperature <= 1e3):
+    raise ValueError(
+        f'temperature={temperature}: must be 0 (greedy) or in [0.001, 1000]'
+    )
   if top_k < 0:
     raise ValueError(f'top_k={top_k}: must be 0 (all) or above')
   if not 0 < top_p <= 1:

@@ -75,7 +75,5 @@ def test_snapshot():
 
 
 def test_the_table():
-  assert envs.ENVIRONMENTS == {
-      'swe': envs.SweEnvironment,
-      'forkme': envs.GuessEnvironment,
-  }
+  assert envs.ENVIRONMENTS['swe'] is envs.SweEnvironment
+  assert envs.ENVIRONMENTS['forkme'] is envs.GuessEnvironment

@@ -83,6 +83,12 @@ def test_an_episode():
     assert pool.poll(0.0) == []
 
 
+def test_an_unknown_option():
+  for name in ('swe', 'forkme'):
+    with pytest.raises(ValueError, match='max_turn'):
+      pool_lib.EnvPool(name, {'max_turn': 3})
+
+
 def test_one_request_at_a_time():
   with pool_lib.EnvPool('forkme', workers=1) as pool:
     pool.submit_reset(1, 0, GUESS)

@@ -45,6 +45,7 @@ OUT_OF_RANGE = [
     ({'rollout.group': 0}, ['rollout.group=0', '1 or more']),
     ({'tasks.name': 'fress'}, ["'fress'", "'fresh'"]),
     ({'env.swe.sandbox': 'none'}, ["'none'", 'bubblewrap']),
+    ({'seed': 2**32}, ['seed=4294967296', 'below 4294967296']),
 ]
 MORE = [
     ({'sampling.top_p': 1.5}, ['top_p=1.5', '(0, 1]']),
@@ -59,6 +60,21 @@ MORE = [
     ({'warm_start.optimizer.name': 'sgd'}, ["'sgd'", "'adam'"]),
     ({'warm_start.noise.verify': 1.5}, ['verify is 1.5', '0 to 1']),
     ({'env.name': 'swf'}, ["'swf'", 'swe']),
+    ({'env.name': 'forkme'}, ["'forkme'", "made for 'swe'"]),
+    ({'learner.loss.name': 'ppo'}, ["'ppo'", "'ppo_clip'"]),
+    ({'learner.entropy': float('nan')}, ['learner.entropy=nan', 'finite']),
+    (
+        {'warm_start.optimizer.clip_norm': 0.0},
+        ['clip_norm=0.0', "'muon'", 'above 0'],
+    ),
+    ({'warm_start.rows': 0}, ['warm_start.rows=0', '1 or more']),
+    ({'sampling.temperature': 1e-9}, ['temperature=1e-09', '[0.001, 1000]']),
+    ({'tasks.fresh.holdout_fraction': 1e-9}, ['1e-09', '0.01 to 0.99']),
+    ({'policy.max_context': 64}, ['policy.max_context=64', 'expert traces']),
+    (
+        {'rollout.pool_pages': 1, 'rollout.engines': 2},
+        ['rollout.pool_pages=1', '2 engines'],
+    ),
 ]
 
 

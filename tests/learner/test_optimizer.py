@@ -159,3 +159,20 @@ def test_unknown_names():
     make('sgd')
   with pytest.raises(ValueError, match="decay='step': allowed are"):
     make('adam', decay='step')
+
+
+@pytest.mark.parametrize(
+    'field, value',
+    [
+        ('learning_rate', -1.0),
+        ('learning_rate', float('nan')),
+        ('warmup', -1),
+        ('clip_norm', 0.0),
+        ('weight_decay', -0.1),
+        ('b2', 1.0),
+    ],
+)
+def test_numbers_out_of_range(field, value):
+  options = {'learning_rate': 1e-3, 'steps': 3} | {field: value}
+  with pytest.raises(ValueError, match=f"{field}={value} of optimizer 'adam'"):
+    optimizer_lib.make('adam', **options)

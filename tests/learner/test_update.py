@@ -333,6 +333,7 @@ def test_supervised_text_lowers_its_loss(weights):
         (dict(entropy=-1.0), 'entropy=-1.0: must be 0 or above'),
         (dict(reference_kl=-1.0), 'reference_kl'),
         (dict(balance=-1.0), 'balance'),
+        (dict(options=(('clip', 1),)), "option 'clip' of loss 'ppo_clip'"),
     ],
 )
 def test_bad_options(options, message):
@@ -348,3 +349,11 @@ def test_bad_batches(weights):
       one.update(weights, None, one.pack(examples))
   with pytest.raises(ValueError, match='weights of the reference'):
     make(reference_kl=1.0).update(weights, None, one.pack(EXAMPLES))
+
+
+@pytest.mark.parametrize('name', ['loss', 'grad_norm'])
+def test_divergence_is_an_error(name):
+  stats = {'loss': 1.0, 'grad_norm': 2.0}
+  update.check_finite(stats, 'step 3')
+  with pytest.raises(update.DivergedError, match=f'step 3: {name} is nan'):
+    update.check_finite(stats | {name: float('nan')}, 'step 3')

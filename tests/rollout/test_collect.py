@@ -7,6 +7,7 @@ import pytest
 
 from agentic_rl import types
 from agentic_rl.envs import pool as pool_lib
+from agentic_rl.envs import protocol
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.rollout import collect
@@ -325,6 +326,16 @@ def test_a_broken_task_is_excluded_and_counted(pool, collected):
   assert metrics['status/turn_limit'] == 0.5
   np.testing.assert_allclose(metrics['rollout/reward'], -0.15)  # of the others
   assert metrics['rollout/turns'] == 3
+
+
+def test_nothing_but_broken_environments_is_no_result(pool, collected):
+  good = collected[0][:1]
+  broken, _ = run(pool, requests_for(BROKEN, first=70))
+  collect.check_environments([*broken, *good], 'here')
+  with pytest.raises(
+      protocol.EnvironmentFailure, match=r"here: all 3 rollouts .*'high'"
+  ):
+    collect.check_environments(broken, 'here')
 
 
 class DyingPool(pool_lib.EnvPool):

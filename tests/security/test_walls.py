@@ -1,5 +1,6 @@
 """What hostile code can reach from inside the sandbox: nothing."""
 
+import asyncio
 import os
 import pathlib
 import socket
@@ -10,7 +11,9 @@ import time
 
 import pytest
 
+from agentic_rl.envs import protocol
 from agentic_rl.envs import sandbox
+from agentic_rl.envs.sandbox import bubblewrap
 from tests.envs import samples
 
 SMALL = sandbox.Bounds(processes=8, tmp_bytes=4 << 20, file_bytes=1 << 20)
@@ -53,6 +56,37 @@ def test_no_network():
   assert refused(f'socket.socket(socket.AF_UNIX).connect("\\0{path}")')
   hidden.close()
   server.close()
+
+
+def test_no_socket_that_leaves_the_network_namespace():
+  # Families 40 and 38: a virtual machine's host, the kernel's ciphers.
+  for family in (40, 38):
+    assert refused(f'socket.socket({family}, socket.SOCK_STREAM)')
+    assert refused(f'socket.socketpair({family}, socket.SOCK_STREAM)')
+  assert not refused('socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)')
+  assert not refused('socket.socketpair()')
+
+
+def test_no_installed_package():
+  lines = attempt(
+      'import glob, os, sys\n'
+      'for root in ("/usr", "/usr/local", sys.base_prefix):\n'
+      '  for folder in glob.glob(root + "/lib/python*/*-packages"):\n'
+      '    print(folder, os.listdir(folder))\n'
+  )
+  assert lines and all(line.endswith(' []') for line in lines)
+  assert attempt('import os\nprint(os.path.exists("/usr/src"))') == ['False']
+
+
+def test_what_the_sandbox_shows_is_known(monkeypatch):
+  assert sandbox.exposed('/usr/lib') and sandbox.exposed('/usr/bin/env')
+  assert sandbox.exposed(os.path.dirname(os.__file__))
+  packages = os.path.join(os.path.dirname(os.__file__), 'site-packages')
+  for path in ('/usr/src/app', '/opt', '/tmp', '/usr/libx', packages):
+    assert not sandbox.exposed(path), path
+  monkeypatch.setattr(bubblewrap, '_PACKAGE', '/usr/lib/agentic_rl')
+  with pytest.raises(protocol.EnvironmentFailure, match='read their answers'):
+    asyncio.run(sandbox.BubblewrapSandbox.check())
 
 
 def test_no_secrets_in_the_variables(monkeypatch):

@@ -1,6 +1,7 @@
 """Sandboxes: where the code of agents runs."""
 
 from agentic_rl.envs.sandbox.bubblewrap import BubblewrapSandbox
+from agentic_rl.envs.sandbox.bubblewrap import exposed
 from agentic_rl.envs.sandbox.protocol import DEFAULT_BOUNDS
 from agentic_rl.envs.sandbox.protocol import Bounds
 from agentic_rl.envs.sandbox.protocol import ExecResult
@@ -22,4 +23,5 @@ __all__ = [
     'Sandbox',
     'SubprocessSandbox',
     'WorkspaceError',
+    'exposed',
 ]

