@@ -89,7 +89,7 @@ def _device(args):
 def _context(args):
   from agentic_rl.diagnostics import context_cost
 
-  contexts = context_cost.CONTEXTS
+  contexts = list(context_cost.CONTEXTS)
   if args.contexts:
     contexts = [int(n) for n in args.contexts.split(',')]
   rows, faults = context_cost.measure(

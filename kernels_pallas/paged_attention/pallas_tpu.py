@@ -500,7 +500,7 @@ def _walk(walk, pos, q, kv, *rest, shape, picks, sinks, capacity, together):
         c.start()
 
     states = [
-        shape.start(rows.size, sink[0, :, rows] if sinks else None)
+        shape.start(rows.size, None if sink is None else sink[0, :, rows])
         for rows in blocks
     ]
     states = lax.fori_loop(0, steps, visit, states)
