@@ -120,8 +120,9 @@ class Traces:
             ' fits it; allowed is more'
         )
       self._block, self._packed = block, self._learner.pack(examples)
-    rows = len(self._packed.tokens_BT)  # few traces may fill fewer than BLOCK
-    return pack_lib.take_rows(self._packed, slice(place % rows, None, BLOCK))
+    used = np.flatnonzero((self._packed.weights_BT > 0).any(1))
+    # Few traces may fill fewer rows than a block has steps.
+    return pack_lib.take_rows(self._packed, used[place % len(used) :: BLOCK])
 
   def _example(self, index: int) -> pack_lib.Example | None:
     weight = np.array([0.0, 1.0, self._config.observation_weight], np.float32)

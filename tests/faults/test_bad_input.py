@@ -70,7 +70,6 @@ MORE = [
     ({'warm_start.rows': 0}, ['warm_start.rows=0', '1 or more']),
     ({'sampling.temperature': 1e-9}, ['temperature=1e-09', '[0.001, 1000]']),
     ({'tasks.fresh.holdout_fraction': 1e-9}, ['1e-09', '0.01 to 0.99']),
-    ({'policy.max_context': 64}, ['policy.max_context=64', 'expert traces']),
     (
         {'rollout.pool_pages': 1, 'rollout.engines': 2},
         ['rollout.pool_pages=1', '2 engines'],
@@ -87,6 +86,13 @@ def test_values_out_of_range(tmp_path, values, words):
   workdir = tmp_path / 'run'
   refused(runs.run(workdir, values), *words)
   assert unused(workdir)
+
+
+@pytest.mark.slow
+def test_a_context_that_no_trace_fits(tmp_path):
+  values = {'policy.max_context': 48, 'tasks.fresh.difficulty': 'default'}
+  words = ['policy.max_context=48', 'expert traces']
+  refused(runs.run(tmp_path / 'run', values), *words)
 
 
 @pytest.mark.parametrize(
