@@ -1,0 +1,55 @@
+"""What all kernels for Hopper GPUs share: the launch and sums of a fixed order.
+
+A block is one warpgroup, four warps that hold arrays in their registers
+together and feed the tensor core.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas import numerics as nx
+
+
+def kernel(
+    fun: Callable[..., None],
+    *,
+    name: str,
+    grid: dict[str, int],
+    out: Any,
+    scratch: Sequence[Any] = (),
+):
+  """Returns a callable that launches `fun` on every point of a grid.
+
+  Args:
+    fun: of the references to inputs, outputs and scratch memory.
+    name: of the kernel in profiles.
+    grid: size of each axis, the slowest first.
+    out: `jax.ShapeDtypeStruct`s of the outputs.
+    scratch: shared memory and barriers.
+  """
+
+  def body(*refs):
+    fun(*refs)
+
+  body.__name__ = body.__qualname__ = name
+  return plgpu.kernel(
+      body,
+      out_type=out,
+      scratch_types=scratch,
+      grid=tuple(grid.values()),
+      grid_names=tuple(grid),
+      compiler_params=plgpu.CompilerParams(
+          lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+      ),
+      interpret=_interpreter() if nx.interpret() else None,
+  )
+
+
+def _interpreter():
+  # Not among the public names of this release.
+  from jax._src.pallas.mosaic_gpu.interpret import params
+
+  return params.InterpretGPUParams()
