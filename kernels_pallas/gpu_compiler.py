@@ -122,16 +122,18 @@ _DUMP = 'MOSAIC_GPU_DUMP_TO'
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-  """What ptxas says of a kernel.
+  """What a kernel takes, from its PTX and from ptxas.
 
   Attributes:
     registers: of a thread.
     spill_bytes: that a thread stores to and loads from local memory because
       registers do not suffice.
+    fused: multiply-adds of one rounding in its PTX, written or contracted.
   """
 
   registers: int
   spill_bytes: int
+  fused: int
 
 
 def compile_for(
@@ -178,7 +180,8 @@ def compile_and_count(
     compiled = compile_for(fun, args, chip)
     found = {}
     for path in sorted(pathlib.Path(folder).glob('*.ptxas')):
-      found[path.stem] = _parse(path.read_text())
+      ptx = path.with_suffix('.ptx').read_text()
+      found[path.stem] = _parse(path.read_text(), ptx)
   return compiled, found
 
 
@@ -217,9 +220,9 @@ def _dump(folder: str) -> Iterator[None]:
       os.environ[_DUMP] = before
 
 
-def _parse(text: str) -> Resources:
+def _parse(text: str, ptx: str) -> Resources:
   registers = [int(n) for n in re.findall(r'Used (\d+) registers', text)]
   spills = [int(n) for n in re.findall(r'(\d+) bytes spill', text)]
   if not registers or not spills:
     raise RuntimeError(f'ptxas says nothing of registers or spills: {text}')
-  return Resources(max(registers), sum(spills))
+  return Resources(max(registers), sum(spills), ptx.count('fma.rn.f32'))

@@ -1,7 +1,7 @@
-"""What all kernels for Hopper GPUs share: the launch and sums of a fixed order.
+"""How kernels for Hopper GPUs are launched.
 
-A block is one warpgroup, four warps that hold arrays in their registers
-together and feed the tensor core.
+A warpgroup is four warps that hold arrays in their registers together and feed
+the tensor core; a block has one or a few.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def kernel(
     grid: dict[str, int],
     out: Any,
     scratch: Sequence[Any] = (),
+    warpgroups: int | None = None,
 ):
   """Returns a callable that launches `fun` on every point of a grid.
 
@@ -29,6 +30,7 @@ def kernel(
     grid: size of each axis, the slowest first.
     out: `jax.ShapeDtypeStruct`s of the outputs.
     scratch: shared memory and barriers.
+    warpgroups: of a block, along the axis 'warpgroups'; None for one.
   """
 
   def body(*refs):
@@ -41,11 +43,20 @@ def kernel(
       scratch_types=scratch,
       grid=tuple(grid.values()),
       grid_names=tuple(grid),
+      num_threads=warpgroups,
+      thread_name=None if warpgroups is None else 'warpgroups',
       compiler_params=plgpu.CompilerParams(
           lowering_semantics=plgpu.LoweringSemantics.Warpgroup
       ),
       interpret=_interpreter() if nx.interpret() else None,
   )
+
+
+def load(ref, *index):
+  """Returns numbers of an array in memory, in any layout of registers."""
+  if nx.interpret():  # which does not know `plgpu.load`
+    return ref[index]
+  return plgpu.load(ref, index, optimized=False)
 
 
 def _interpreter():

@@ -1,4 +1,4 @@
-"""Every GPU kernel compiles for Hopper, and nothing of it spills.
+"""Every GPU kernel compiles for Hopper; nothing spills or is contracted.
 
 Needs the compiler, see `kernels_pallas.gpu_compiler`, and no GPU:
 
@@ -15,6 +15,8 @@ from kernels_pallas import gpu_compiler
 from kernels_pallas import numerics as nx
 from kernels_pallas.grouped_matmul import ops as grouped
 from kernels_pallas.matmul import ops as dense
+from kernels_pallas.paged_attention import layout as layouts
+from kernels_pallas.paged_attention import ops as attention
 
 pytestmark = pytest.mark.gpu_compile
 CHIP = 'h100'
@@ -41,13 +43,18 @@ def struct(*shape, dtype=jnp.bfloat16):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def check(run, args, kernels):
-  """Compiles; asserts how many kernels there are and that none spills."""
+def check(run, args, kernels, fused=0):
+  """Compiles `run`.
+
+  Asserts how many kernels there are, that none spills, and how many fused
+  multiply-adds there may be: `a * b + c` of ours must not become one.
+  """
   compiled, found = gpu_compiler.compile_and_count(run, args, CHIP)
   for name, resources in found.items():
     print(f'{name}: {resources}')
     assert resources.spill_bytes == 0
     assert resources.registers <= 255
+    assert resources.fused <= fused
   assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels
 
 
@@ -90,6 +97,74 @@ def test_grouped_matmul(slots, d, f, e):
   rows = ((slots - 1) // tile + e) * tile
   experts = struct(slots // 8, 8, dtype=jnp.int32)
   check(run, [struct(rows, d), struct(e, d, f), experts], kernels=3)
+
+
+MODES = {
+    'full': {},
+    'window 128': dict(window=128),
+    'window 512': dict(window=512),
+    'block': dict(topk=16),
+}
+TOKENS, HEADS, KV_HEADS = 2048, 16, 4
+
+
+def attend(q, kv, layout, selected, window, topk):
+  return attention.paged_attention(
+      q,
+      kv,
+      layout,
+      numerics=NUM,
+      window=window,
+      selected_TKj=selected if topk else None,
+      impl='pallas',
+  )
+
+
+def learner(page, width, window=None, topk=0):
+  """Value and gradients over two packed rows."""
+
+  def run(q, kv, positions, selected):
+    layout = layouts.row_layout(positions, page)
+    fun = lambda q, kv: attend(q, kv, layout, selected, window, topk)
+    value, pull = jax.vjp(fun, q, kv)
+    return value, *pull(value)
+
+  return run, [
+      struct(TOKENS, HEADS, width),
+      struct(TOKENS // page, page, KV_HEADS, 2 * width),
+      struct(2, TOKENS // 2, dtype=jnp.int32),
+      struct(TOKENS, KV_HEADS, topk, dtype=jnp.int32),
+  ]
+
+
+def engine(page, width, window=None, topk=0, tokens=256, sequences=64):
+  """A step that mixes decode and prefill chunks; 32k tokens of context."""
+  pages, tiles = 32768 // page, sequences + tokens // layouts.QUERY_TILE
+
+  def run(q, kv, positions, rows, table, lanes, place, selected):
+    layout = layouts.Layout(positions, rows, table, lanes, place)
+    return attend(q, kv, layout, selected, window, topk)
+
+  whole = functools.partial(struct, dtype=jnp.int32)
+  return run, [
+      struct(tokens, HEADS, width),
+      struct(4096, page, KV_HEADS, 2 * width),
+      whole(tokens),
+      whole(tokens),
+      whole(sequences, pages),
+      whole(tiles, layouts.QUERY_TILE),
+      whole(tokens),
+      whole(tokens, KV_HEADS, topk),
+  ]
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('width', [64, 128])
+@pytest.mark.parametrize('page', [64, 128])
+@pytest.mark.parametrize('form', [learner, engine])
+def test_paged_attention(form, page, width, mode):
+  # The logarithm of two sums in each thread is made of 24.
+  check(*form(page, width, **MODES[mode]), kernels=1, fused=24)
 
 
 def test_xla_compiles_for_every_chip():
