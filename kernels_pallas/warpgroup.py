@@ -46,7 +46,8 @@ def kernel(
       num_threads=warpgroups,
       thread_name=None if warpgroups is None else 'warpgroups',
       compiler_params=plgpu.CompilerParams(
-          lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+          lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+          reduction_scratch_bytes=0,  # no reduction crosses warps
       ),
       interpret=_interpreter() if nx.interpret() else None,
   )

@@ -16,6 +16,7 @@ import pytest
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import ops
 from kernels_pallas.paged_attention import pallas_gpu
+from kernels_pallas.paged_attention.form import Form
 from tests.kernels import samples
 from tests.kernels import streams
 
@@ -54,7 +55,8 @@ def attend(mode, impl):
         kv,
         layout,
         selected if mode == 'block' else None,
-        WINDOW if mode == 'window' else None,
+        None,
+        Form(WINDOW if mode == 'window' else None),
         NUM,
     )
 
@@ -110,7 +112,10 @@ def test_bits(mode):
 def test_what_is_refused():
   data = streams.world('bfloat16', (LENGTH,))
   q, kv, layout, _ = streams.packed(data, [[0]], ROW)
-  attend = lambda q, kv: pallas_gpu.attend(q, kv, layout, None, None, NUM)
+
+  def attend(q, kv, sink=None, **form):
+    return pallas_gpu.attend(q, kv, layout, None, sink, Form(**form), NUM)
+
   with pytest.raises(ValueError, match='float32 and .* needs bfloat16'):
     attend(q, kv)
   q, kv = q.astype(jnp.bfloat16), kv.astype(jnp.bfloat16)
@@ -121,3 +126,9 @@ def test_what_is_refused():
       attend(jnp.tile(q, (1, 1, 8)), jnp.tile(kv, (1, 1, 1, 8)))
   with pytest.raises(ValueError, match='24 query heads .* at most 16'):
     attend(jnp.tile(q, (1, 3, 1)), kv)
+  with pytest.raises(ValueError, match=r'sink_N=\(8,\): .* gpu does not'):
+    attend(q, kv, sink=jnp.zeros(8))
+  with pytest.raises(ValueError, match='soft_cap=3.0: .* gpu does not'):
+    attend(q, kv, soft_cap=3.0)
+  with pytest.raises(ValueError, match='sink_page=True: .* gpu does not'):
+    attend(q, kv, sink_page=True)
