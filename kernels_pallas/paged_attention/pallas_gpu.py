@@ -219,7 +219,7 @@ class _Shape:
     @pl.when(mine == self.groups)
     def _():
       if self.groups > 1 and not nx.interpret():
-        plgpu.set_max_registers(40, action='decrease')
+        plgpu.set_max_registers(24, action='decrease')
 
       @pl.loop(0, visited)
       def _(i):
@@ -236,7 +236,7 @@ class _Shape:
     @pl.when(mine < self.groups)
     def _():
       if self.groups > 1 and not nx.interpret():
-        plgpu.set_max_registers(232, action='increase')
+        plgpu.set_max_registers(240, action='increase')
       rows = pl.ds(mine * ROWS, ROWS)
       queries, sums = scratch[0].at[mine], scratch[2].at[mine]
 
@@ -316,11 +316,10 @@ class _Shape:
       return None
     keys = lax.broadcasted_iota(jnp.int32, (ROWS, self.page), 1)
     ahead = self._wide(place - number * self.page, self.page) - keys
-    seen = ahead >= 0
-    if self.window is not None:
-      near = ahead < self.window
-      seen = seen & near if last else near
-    return seen
+    if self.window is None:
+      return ahead >= 0
+    # In one comparison: what is negative is large without a sign.
+    return ahead.astype(jnp.uint32) < jnp.uint32(self.window)
 
   def _step(self, state, queries, page, seen):
     """One page of the online softmax.
