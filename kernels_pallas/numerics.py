@@ -59,13 +59,7 @@ def target(name: str) -> Iterator[None]:
 
 
 def interpret() -> bool:
-  """Whether Pallas kernels are interpreted: True on CPU, False on TPU.
-
-  Raises:
-    ValueError: on a platform that has no Pallas kernels.
-  """
-  if platform() == 'gpu':
-    raise ValueError("impl='pallas' on gpu: allowed are 'auto' and 'xla'")
+  """Whether Pallas kernels are interpreted: True on CPU alone."""
   return platform() == 'cpu'
 
 
@@ -190,11 +184,12 @@ def choose(impl: str, table: dict[str, Any], op: str):
   Args:
     impl: a key of the table, or 'auto': 'pallas' on TPU where the op has it,
       else 'xla'. What 'auto' chose is logged once.
-    table: implementations by name.
+    table: implementations by name. That of 'pallas' is for TPU, or a dict with
+      the keys 'tpu' and 'gpu'; on CPU the one for TPU is interpreted.
     op: for messages.
 
   Raises:
-    ValueError: if `impl` is not offered for this op.
+    ValueError: if `impl` is not offered for this op, or not on this platform.
   """
   name = impl
   if impl == 'auto':
@@ -204,7 +199,16 @@ def choose(impl: str, table: dict[str, Any], op: str):
     raise ValueError(
         f'impl={impl!r} of {op}: allowed are {["auto", *sorted(table)]}'
     )
-  return table[name]
+  found = table[name]
+  if name == 'pallas':
+    kernels = found if isinstance(found, dict) else {'tpu': found}
+    where = 'gpu' if platform() == 'gpu' else 'tpu'
+    if where not in kernels:
+      raise ValueError(
+          f"impl='pallas' of {op} on {where}: allowed are 'auto' and 'xla'"
+      )
+    found = kernels[where]
+  return found
 
 
 @functools.cache

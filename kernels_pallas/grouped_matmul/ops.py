@@ -16,16 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.grouped_matmul import pallas_gpu
 from kernels_pallas.grouped_matmul import pallas_tpu
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.grouped_matmul import xla
 
-GROUP_TILE = 32  # rows of one tile; all rows of a tile have one expert
+# Rows of one tile; all rows of a tile have one expert.
+GROUP_TILE = 32
+GPU_GROUP_TILE = 64  # the height of an instruction
 # On TPU: fewer than 128 rows take the MXU as long, 256 make better use of it.
 TPU_GROUP_TILES = (128, 256)
 
 IMPLS = {
-    'pallas': pallas_tpu.Grouped,
+    'pallas': {'tpu': pallas_tpu.Grouped, 'gpu': pallas_gpu.Grouped},
     'xla': xla.Grouped,
     'reference': reference.Grouped,
 }
@@ -50,14 +53,14 @@ def group_tile(slots: int, num_experts: int) -> int:
   """Returns the height of a tile on this platform.
 
   A row's result does not depend on the height on TPU, where it follows the mean
-  number of rows of an expert; on CPU it does.
+  number of rows of an expert; elsewhere it may.
 
   Args:
     slots: T·topk.
     num_experts: E.
   """
   if nx.platform() != 'tpu':
-    return GROUP_TILE
+    return GPU_GROUP_TILE if nx.platform() == 'gpu' else GROUP_TILE
   low, high = TPU_GROUP_TILES
   return high if slots >= high * num_experts else low
 

@@ -7,12 +7,13 @@ import functools
 import jax
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.matmul import pallas_gpu
 from kernels_pallas.matmul import pallas_tpu
 from kernels_pallas.matmul import reference
 from kernels_pallas.matmul import xla
 
 IMPLS = {
-    'pallas': pallas_tpu.matmul,
+    'pallas': {'tpu': pallas_tpu.matmul, 'gpu': pallas_gpu.matmul},
     'xla': xla.matmul,
     'reference': reference.matmul,
 }
