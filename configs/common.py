@@ -494,6 +494,20 @@ def _find_flag(argv: Sequence[str], flag: str) -> tuple[int, str] | None:
   return None
 
 
+def check_report(path: str) -> None:
+  """Checks, before the work, that a report can be written to a file.
+
+  Args:
+    path: of `--json`; '' for none, '-' for standard output.
+
+  Raises:
+    OSError: it can not.
+  """
+  if path not in ('', '-'):
+    with open(path, 'a', encoding='utf-8'):
+      pass
+
+
 def default_workdir(spec: str, seed: int) -> str:
   """Returns `runs/<config>[-<arg>]-seed<seed>` for a config `path.py[:arg]`."""
   path, _, arg = spec.partition(':')

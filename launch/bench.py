@@ -127,6 +127,7 @@ def main(argv=None) -> int:
   """Runs a benchmark; returns 0, 1 if it does not hold, 2 on bad input."""
   args = _parse(argv)
   try:
+    common.check_report(args.json)
     report, text, holds = args.run(args)
   except (OSError, ValueError, common.ConfigError) as error:
     print(f'error: {error}', file=sys.stderr)

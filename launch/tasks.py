@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from agentic_rl.tasks import audit
 from agentic_rl.tasks import taskset
+from configs import common
 
 
 def _build(args):
@@ -78,6 +79,7 @@ def main(argv=None) -> int:
   """Runs a command; returns 0, 1 if a check failed, 2 on bad input."""
   args = _parse(argv)
   try:
+    common.check_report(args.json)
     report, text = args.run(args)
   except (OSError, ValueError) as error:
     print(f'error: {error}', file=sys.stderr)

@@ -8,7 +8,8 @@ kernel that gains or loses such a part stops the measurement with a list of what
 it has, instead of a wrong number; regions that are not stated count as run.
 
 The work: T = 2048 tokens in one packed row, N = 16 query heads, K = 4 KV heads,
-H = 128; decode of 64 sequences at 2048 tokens; 2048 rows of 1024 for 8 experts;
+H = 128; 32768 tokens of which each KV head of a token selects 16 past pages of
+128; decode of 64 sequences at 2048 tokens; 2048 rows of 1024 for 8 experts;
 a vocabulary of 32768; bfloat16. Kernels are compiled with their operands as
 arguments of the program; XLA may place small ones in VMEM, on both sides.
 """
@@ -25,6 +26,7 @@ import numpy as np
 from kernels_pallas import numerics as nx
 
 TOKENS, HEADS, KV_HEADS, WIDTH, PAGE = 2048, 16, 4, 128, 128
+LONG, SELECTED, CORRELATION = 32768, 16, 64
 SEQUENCES, CONTEXT = 64, 2048
 D_MODEL, D_EXPERT, VOCAB = 1024, 1024, 32768
 # Rows of each expert: uneven, as a router gives them; TOKENS in all.
@@ -38,6 +40,36 @@ _struct = jax.ShapeDtypeStruct
 def visible(window: int | None) -> int:
   """Returns the pairs of a query and a key that it sees, of one head."""
   return int(np.minimum(np.arange(TOKENS) + 1, window or TOKENS).sum())
+
+
+@functools.cache
+def selections() -> np.ndarray:
+  """Returns bool [LONG, K, pages]: past pages that a token selects.
+
+  The top `SELECTED` of scores that forget themselves within `CORRELATION`
+  tokens, z_t = ρ z_(t-1) + √(1 - ρ²) n_t, ρ = exp(-1 / CORRELATION): neighbours
+  select alike, as their queries are alike.
+  """
+  rng = np.random.default_rng(0)
+  pages = LONG // PAGE
+  rho = np.exp(-1 / CORRELATION)
+  z = rng.normal(size=(KV_HEADS, pages))
+  out = np.zeros((LONG, KV_HEADS, pages), bool)
+  for t in range(LONG):
+    z = rho * z + np.sqrt(1 - rho**2) * rng.normal(size=z.shape)
+    past = t // PAGE
+    if past <= SELECTED:
+      out[t, :, :past] = True
+    else:
+      top = np.argpartition(-z[:, :past], SELECTED, -1)[:, :SELECTED]
+      np.put_along_axis(out[t], top, True, -1)
+  return out
+
+
+def selected_pairs() -> int:
+  """Returns the pairs of a query and a key it sees, of one head of `LONG`."""
+  page, place = np.divmod(np.arange(LONG), PAGE)
+  return int((np.minimum(page, SELECTED) * PAGE + place + 1).sum())
 
 
 def _only_backward(fun, args, pick=lambda grads: grads):
@@ -68,24 +100,41 @@ def _grid(fun, args) -> tuple[int, ...]:
 # --------------------------------------------------------------- attention
 
 
-def our_attention(window: int | None = None, backward: bool = False):
-  """`paged_attention` on a packed row."""
+def our_attention(
+    window: int | None = None, backward: bool = False, sparse: bool = False
+):
+  """`paged_attention` on a packed row.
+
+  Args:
+    window: of a sliding window, None for causal attention.
+    backward: the gradient instead of the forward.
+    sparse: block-sparse attention over `LONG` tokens, see `selections`.
+  """
   from kernels_pallas.paged_attention import layout as layouts
   from kernels_pallas.paged_attention import ops
   from kernels_pallas.paged_attention import pallas_tpu
 
-  def run(q, kv, layout):
+  def run(q, kv, layout, selected=None):
     return ops.paged_attention(
-        q, kv, layout, numerics=_NUMERICS, window=window, impl='pallas'
+        q,
+        kv,
+        layout,
+        numerics=_NUMERICS,
+        window=window,
+        selected_TKj=selected,
+        impl='pallas',
     )
 
+  tokens = LONG if sparse else TOKENS
   args = [
-      _struct((TOKENS, HEADS, WIDTH), _BF16),
-      _struct((TOKENS // PAGE, PAGE, KV_HEADS, 2 * WIDTH), _BF16),
+      _struct((tokens, HEADS, WIDTH), _BF16),
+      _struct((tokens // PAGE, PAGE, KV_HEADS, 2 * WIDTH), _BF16),
       jax.eval_shape(
-          lambda p: layouts.row_layout(p, PAGE), _struct((1, TOKENS), _I32)
+          lambda p: layouts.row_layout(p, PAGE), _struct((1, tokens), _I32)
       ),
   ]
+  if sparse:
+    args.append(_struct((tokens, KV_HEADS, SELECTED), _I32))
   fun = run
   if backward:
     fun, args = _only_backward(run, args, lambda g: g[:2])
@@ -94,8 +143,11 @@ def our_attention(window: int | None = None, backward: bool = False):
   # A tile walks over the pages before its own; the backward one at a time.
   heads, *_, tiles = _grid(fun, args)
   at_once = 1 if backward else pallas_tpu.WALK_PAGES
-  past = np.arange(tiles) * TOKENS // tiles // PAGE
-  loops = [heads * int(-(-past // at_once).sum())]
+  past = np.tile(np.arange(tiles) * TOKENS // tiles // PAGE, heads)
+  if sparse:  # the pages that some token of the tile selected
+    union = selections().reshape(tiles, tokens // tiles, heads, -1).any(1)
+    past = union.sum(-1)
+  loops = [int(-(-past // at_once).sum())]
   return fun, args, {'paged_attention': dict(loops=loops)}
 
 
@@ -133,6 +185,7 @@ def splash(
     queries: int = 512,
     keys: int = 512,
     at_once: int = 512,
+    tokens: int = TOKENS,
 ):
   """JAX's splash attention on one sequence.
 
@@ -142,6 +195,7 @@ def splash(
     queries: of a block.
     keys: of a block.
     at_once: keys of one product in it; dq always takes all.
+    tokens: of the sequence.
   """
   from jax.experimental.pallas.ops.tpu.splash_attention import (
       splash_attention_kernel as kernels,
@@ -161,18 +215,23 @@ def splash(
       block_q_dq=None if fused else queries,
       block_kv_dq=None if fused else keys,
   )
-  mask = masks.CausalMask((TOKENS, TOKENS))
+  mask = masks.CausalMask((tokens, tokens))
   if window is not None:
-    mask = masks.LocalMask((TOKENS, TOKENS), (window - 1, 0), 0)
+    mask = masks.LocalMask((tokens, tokens), (window - 1, 0), 0)
   kernel = kernels.make_splash_mha_single_device(
       masks.MultiHeadMask([mask] * HEADS),
       block_sizes=kernels.BlockSizes(**sizes, use_fused_bwd_kernel=fused),
   )
-  kv = _struct((KV_HEADS, TOKENS, WIDTH), _BF16)
-  args = [_struct((HEADS, TOKENS, WIDTH), _BF16), kv, kv]
-  by_block = np.asarray(mask[:, :]).reshape(-1, queries, TOKENS // keys, keys)
-  some = HEADS * int(by_block.any((1, 3)).sum())  # blocks with a visible pair
-  runs = {'splash_mha': dict(regions=[some])}
+  kv = _struct((KV_HEADS, tokens, WIDTH), _BF16)
+  args = [_struct((HEADS, tokens, WIDTH), _BF16), kv, kv]
+  # Blocks with a visible pair: the last query sees the first key of a block,
+  # and the first query's window reaches the last.
+  first = np.arange(0, tokens, queries)[:, None]
+  start = np.arange(0, tokens, keys)
+  some = (start < first + queries) & (
+      start + keys > first - (window or tokens) + 1
+  )
+  runs = {'splash_mha': dict(regions=[HEADS * int(some.sum())])}
   if phase == 'forward':
     return kernel, args, runs
   return *_only_backward(kernel, args), runs

@@ -137,6 +137,8 @@ def test_bad_chip(capsys):
   with pytest.raises(ValueError, match=r"chip='v5p': allowed are \['v5e', 'v6"):
     kernel_bench.measure('v5p')
   assert bench.main(['kernels', '--chip=v4']) == 2
+  argv = ['kernels', '--chip=v5e', '--json=/no/such/folder/x.json']
+  assert bench.main(argv) == 2
   assert "chip='v4': allowed are ['v5e', 'v6e']" in capsys.readouterr().err
 
 

@@ -197,6 +197,11 @@ def test_command_line(tmp_path, capsys):
   manifest.write_text(manifest.read_text().replace('heldout', 'train'))
   assert main(['check', str(tmp_path / 'a')]) == 1
   assert '5 tasks, 5 unsound' in capsys.readouterr().out
+  # A report that can not be written is said before the work.
+  out = tmp_path / 'c'
+  argv = ['build', '--n=3', f'--out={out}', f'--json={tmp_path}/no/x.json']
+  assert main(argv) == 2 and not out.exists()
+  assert 'no/x.json' in capsys.readouterr().err
   sys.path[:] = sys_path
 
 
