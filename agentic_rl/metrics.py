@@ -337,7 +337,6 @@ class _Screen:
   """A live table on a terminal, plain lines elsewhere."""
 
   ROWS = 12
-  COLUMNS = 10  # of values; `show` chooses which
   REFRESH_S = 0.2
 
   def __init__(self, console: Any = None):
@@ -407,20 +406,30 @@ class _Screen:
     self._live.update(self._table(), refresh=True)
 
   def _table(self) -> Any:
+    import rich.console
     import rich.table
+    import rich.text
 
     caption = '  '.join(filter(None, [self._eta.line(), self._text]))
-    table = rich.table.Table(
-        caption=caption, caption_justify='left', box=None, pad_edge=False
-    )
+    table = rich.table.Table(box=None, pad_edge=False)
     names = list(dict.fromkeys(n for _, _, vs in self._rows for n in vs))
-    names = names[: self.COLUMNS]
-    for name in ['phase', 'step', *names]:
-      table.add_column(name, justify='right', overflow='fold')
+    for name in ['phase', 'step']:
+      table.add_column(name, justify='right')
+    room = self._console.width - 2 * 12
+    shown = []
+    for name in names:
+      # The last part, in words: heads break between them.
+      head = name.rpartition('/')[2].replace('_', ' ')
+      width = max(6, *map(len, head.split()))
+      room -= width + 2
+      if room < 0:
+        break  # what does not fit is in the files
+      shown.append(name)
+      table.add_column(head, justify='right', min_width=width)
     for phase, step, values in self._rows:
-      cells = [_shown(values.get(name, '')) for name in names]
+      cells = [_shown(values.get(name, '')) for name in shown]
       table.add_row(phase, str(step), *cells)
-    return table
+    return rich.console.Group(table, rich.text.Text(caption))
 
 
 class _Eta:

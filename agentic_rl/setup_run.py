@@ -278,7 +278,8 @@ def _build(run: Run) -> None:
   sampling = engine_lib.Sampling(**dict(config.sampling.items()))
   if not sampling.temperature > 0:
     raise ValueError('sampling.temperature=0: training needs a value above 0')
-  credit.make(config.credit.name, **common.options(config.credit))
+  with _about('credit'):
+    credit.make(config.credit.name, **common.options(config.credit))
   limits = collect.Limits(
       config.rollout.action_tokens, config.rollout.deadline_s
   )
@@ -293,8 +294,10 @@ def _build(run: Run) -> None:
         f'learner.row_tokens={config.learner.row_tokens}: a row holds a whole'
         f' sequence, policy.max_context={run.policy.max_context} tokens or more'
     )
-  optimizer_from(config.warm_start.optimizer, max(1, config.warm_start.steps))
-  expert.Noise(**dict(config.warm_start.noise.items()))
+  with _about('warm_start.optimizer'):
+    optimizer_from(config.warm_start.optimizer, max(1, config.warm_start.steps))
+  with _about('warm_start.noise'):
+    expert.Noise(**dict(config.warm_start.noise.items()))
   run.sampler = sampler_lib.TaskSampler.create(
       config.tasks.name,
       2 * config.seed,
@@ -326,6 +329,15 @@ def _build(run: Run) -> None:
   run.open_metrics()
 
 
+@contextlib.contextmanager
+def _about(path: str) -> Iterator[None]:
+  """Says in errors which part of the config they are about."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
+
+
 def optimizer_from(options: Any, steps: int):
   """Returns the optimizer that a config's dict describes."""
   options = dict(options.items())
@@ -338,18 +350,21 @@ def _loss_options(component: Any) -> tuple[tuple[str, Any], ...]:
 
 def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
   c = run.config.learner
-  loss = update.LossConfig(
-      c.loss.name,
-      options=_loss_options(c.loss),
-      temperature=sampling.temperature,
-      entropy=c.entropy,
-      reference_kl=c.reference_kl,
-      balance=c.balance,
-  )
+  with _about('learner'):
+    loss = update.LossConfig(
+        c.loss.name,
+        options=_loss_options(c.loss),
+        temperature=sampling.temperature,
+        entropy=c.entropy,
+        reference_kl=c.reference_kl,
+        balance=c.balance,
+    )
+  with _about('learner.optimizer'):
+    optimizer = optimizer_from(c.optimizer, c.iterations)
   return update.Learner(
       run.policy,
       loss,
-      optimizer_from(c.optimizer, c.iterations),
+      optimizer,
       rows=c.rows,
       row_tokens=c.row_tokens,
   )

@@ -280,12 +280,21 @@ def _finish(run: setup_run.Run, state: State, after) -> dict[str, Any]:
       'peak_memory_gb': round(setup_run.peak_memory_gb(), 2),
       'config_hash': common.config_hash(run.config),
   }
+  heldout = [
+      {
+          'step': step,
+          'heldout': result['solve'],
+          'heldout_low': result['interval'][0],
+          'heldout_high': result['interval'][1],
+      }
+      for step, result in ((0, before), (state.iteration, after))
+  ]
   metrics_lib.learning_curve_png(
       run.workdir / 'learning_curve.png',
-      run.metrics.rows('rl'),
+      [*run.metrics.rows('rl'), *heldout],
       keys=(
-          'rollout/solved', 'rollout/turns', 'rollout/malformed_share',
-          'entropy', 'mismatch/max_abs_dlogp', 'iteration_s',
+          'rollout/solved', 'heldout', 'rollout/turns', 'entropy',
+          'rollout/malformed_share', 'iteration_s',
       ),  # fmt: skip
       title=f'Reinforcement learning, seed {run.config.seed}',
   )

@@ -102,7 +102,9 @@ def _context(args):
 
 
 def _parse(argv):
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   commands = parser.add_subparsers(required=True)
   bench = commands.add_parser('invariance')
   bench.set_defaults(run=_invariance)

@@ -49,7 +49,9 @@ def _check(args):
 
 
 def _parse(argv):
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   commands = parser.add_subparsers(required=True)
 
   def command(name, run, *positional):
