@@ -58,8 +58,10 @@ def test_a_rough_life(tmp_path):
   workdir = tmp_path / 'run'
   rl = workdir / 'checkpoints' / 'rl'
 
-  # Two interrupts abort at once.
-  process = begin(workdir)
+  # Two interrupts abort at once. Without compiled programs the first step is
+  # long, so that the second interrupt finds it running.
+  cold = str(tmp_path / 'cold')
+  process = begin(workdir, JAX_COMPILATION_CACHE_DIR=cold)
   runs.wait_until(said(workdir, '-- warm_start'), process, 'warm start')
   workers = runs.workers(process)
   assert len(workers) == 2

@@ -198,7 +198,7 @@ def test_difficulty_reads_text_and_mappings():
         (dict(difficulty='modules=13'), 'distractors is 13; allowed: at most'),
         (dict(split='ood'), 'holdout_templates is 0; allowed: at least 1'),
         (dict(holdout_templates=99), 'holdout_templates is 99; allowed: 0 to'),
-        (dict(holdout_fraction=1.0), r'holdout_fraction is 1.0; allowed: in'),
+        (dict(holdout_fraction=1.0), r'holdout_fraction is 1.0; allowed: 0.01'),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
