@@ -130,7 +130,8 @@ class _Shape:
     """Applies the soft cap to products of queries and keys."""
     if not self.form.soft_cap:
       return s
-    return jnp.tanh(self.keep(s * (self.width**-0.5 / self.form.soft_cap)))
+    s = self.keep(s * (self.width**-0.5 / self.form.soft_cap))
+    return self.numerics.tanh(s) if nx.interpret() else jnp.tanh(s)
 
   def bound(self, position, number):
     """Returns what a key's position on a page must exceed to be seen."""

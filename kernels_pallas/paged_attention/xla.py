@@ -75,7 +75,7 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, sink_N, form, numerics):
     k, v = kv[..., :width], kv[..., width:]
     s = numerics.dot(q, k, _QUERY_BY_KEY)
     if cap:
-      s = keep(cap * jnp.tanh(keep(s * (scale / cap))))
+      s = keep(cap * numerics.tanh(keep(s * (scale / cap))))
     else:
       s = keep(s * scale)
     key_pos = number[..., None] * page_size + jnp.arange(page_size)

@@ -203,7 +203,7 @@ def test_rows_are_pure(dtype, impl):
     heads = y.reshape(len(y), 3, 16)
     choice = [
         ops.router(
-            jnp.tanh(x[:, :8]),
+            0.5 * x[:, :8],
             bias,
             topk=3,
             gating=gating,
