@@ -35,9 +35,10 @@ setuptools.setup(
             'nbformat',
             'pyink',
             'pytest',
+            'pytest-xdist',
             'ruff',
         ],
         # Brings the TPU compiler, which needs no TPU.
-        'tpu': ['jax[tpu]>=0.10.2', 'pytest-xdist'],
+        'tpu': ['jax[tpu]>=0.10.2'],
     },
 )

@@ -251,15 +251,17 @@ def _decode(s: Sizes) -> Work:
   q = _normal(0, (n, s.heads, s.head_width))
   kv = _normal(1, (n * per, s.page, s.kv_heads, 2 * s.head_width))
   numbers = jnp.arange(n, dtype=jnp.int32)
+  table = jax.random.permutation(jax.random.key(2), n * per).reshape(n, per)
   tiles = jnp.full((n, tile), n, jnp.int32)
   layout = layouts.Layout(
       jnp.full(n, s.context - 1, jnp.int32),
       numbers,
-      jax.random.permutation(jax.random.key(2), n * per).reshape(n, per),
+      table,
       tiles.at[:, (s.context - 1) % tile].set(numbers),
       numbers * tile + (s.context - 1) % tile,
   )
-  split = kv.reshape(n, s.context, s.kv_heads, 2, s.head_width)
+  # The peer's keys lie in their order already.
+  split = kv[table].reshape(n, s.context, s.kv_heads, 2, s.head_width)
   args = [q[:, None], split[:, :, :, 0], split[:, :, :, 1]]
   return Work(
       Program('ours', _attend, [q, kv, layout]),
