@@ -182,12 +182,11 @@ _Counts = tuple[str, int, int]
 
 def impls() -> tuple[str, ...]:
   """Returns the implementations that run here, that of 'auto' first."""
-  try:
-    nx.interpret()
-  except ValueError:
-    return ('xla',)
-  both = ('xla', 'pallas')
-  return both[::-1] if nx.platform() == 'tpu' else both
+  return {
+      'cpu': ('xla', 'pallas'),
+      'tpu': ('pallas', 'xla'),
+      'gpu': ('xla',),  # 'pallas' has some of the ops only
+  }[nx.platform()]
 
 
 @dataclasses.dataclass(frozen=True)
