@@ -54,8 +54,6 @@ def evaluate(
     greedy, _ = _collect(run, c.greedy_tasks, first_greedy, True, stop)
   except _Stopped:
     return None
-  for trajectories in (sampled, greedy):
-    collect.check_environments(trajectories, 'held-out evaluation')
   path = journal.path_of(run.workdir, name, step)
   journal.write(path, [*sampled, *greedy])
   solved = [t.info['solved'] for t in sampled if not t.failed]
@@ -89,9 +87,11 @@ def _collect(run, count: int, first_id: int, greedy: bool, stop):
 
   run.engine.greedy = greedy
   try:
-    return run.collector.collect(requests, progress)
+    trajectories, stats = run.collector.collect(requests, progress)
   finally:
     run.engine.greedy = False
+  collect.check_environments(trajectories, f'held-out evaluation, {label}')
+  return trajectories, stats
 
 
 def _share(trajectories) -> float:

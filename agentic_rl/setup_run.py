@@ -344,16 +344,12 @@ def optimizer_from(options: Any, steps: int):
   return optimizer_lib.make(options.pop('name'), steps=steps, **options)
 
 
-def _loss_options(component: Any) -> tuple[tuple[str, Any], ...]:
-  return tuple(sorted(common.options(component).items()))
-
-
 def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
   c = run.config.learner
   with _about('learner'):
     loss = update.LossConfig(
         c.loss.name,
-        options=_loss_options(c.loss),
+        options=tuple(sorted(common.options(c.loss).items())),
         temperature=sampling.temperature,
         entropy=c.entropy,
         reference_kl=c.reference_kl,

@@ -119,10 +119,12 @@ class Traces:
             f'policy.max_context={self._limit}: none of {size} expert traces'
             ' fits it; allowed is more'
         )
-      self._block, self._packed = block, self._learner.pack(examples)
-    used = np.flatnonzero((self._packed.weights_BT > 0).any(1))
+      packed = self._learner.pack(examples)
+      used = np.flatnonzero((packed.weights_BT > 0).any(1))
+      self._block, self._packed = block, pack_lib.take_rows(packed, used)
     # Few traces may fill fewer rows than a block has steps.
-    return pack_lib.take_rows(self._packed, used[place % len(used) :: BLOCK])
+    first = place % len(self._packed.tokens_BT)
+    return pack_lib.take_rows(self._packed, slice(first, None, BLOCK))
 
   def _example(self, index: int) -> pack_lib.Example | None:
     weight = np.array([0.0, 1.0, self._config.observation_weight], np.float32)

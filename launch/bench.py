@@ -38,6 +38,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from configs import common
 
 
+def _note(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
 def _invariance(args):
   config = common.load(args.config)
   from agentic_rl import setup_run
@@ -55,7 +59,7 @@ def _invariance(args):
       rows=config.learner.rows,
       row_tokens=config.learner.row_tokens,
       rounds=args.rounds,
-      note=lambda text: print(text, file=sys.stderr),
+      note=_note,
   )
   names = ('sampler_ratio', 'learner_ratio')
   report['holds'] = holds = all(report[n] <= args.limit for n in names)
@@ -69,9 +73,7 @@ def _invariance(args):
 def _kernels(args):
   from agentic_rl.diagnostics import kernel_bench
 
-  results, failures = kernel_bench.measure(
-      args.chip, note=lambda text: print(text, file=sys.stderr, flush=True)
-  )
+  results, failures = kernel_bench.measure(args.chip, note=_note)
   text = kernel_bench.table(results, failures)
   return [r.row() for r in results], text, not failures
 
@@ -80,9 +82,7 @@ def _device(args):
   del args
   from agentic_rl.diagnostics import device_bench
 
-  report = device_bench.measure(
-      note=lambda text: print(text, file=sys.stderr, flush=True)
-  )
+  report = device_bench.measure(note=_note)
   return report, device_bench.table(report), report['holds']
 
 
@@ -95,7 +95,7 @@ def _context(args):
   rows, faults = context_cost.measure(
       args.chip,
       contexts,
-      note=lambda text: print(text, file=sys.stderr, flush=True),
+      note=_note,
   )
   text = context_cost.table(rows, faults)
   return context_cost.as_json(rows), text, not faults

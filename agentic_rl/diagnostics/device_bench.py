@@ -46,6 +46,7 @@ import numpy as np
 
 from agentic_rl.diagnostics import device_cases as cases
 from agentic_rl.diagnostics import exactness_matrix as matrix
+from kernels_pallas import gpu_compiler
 from kernels_pallas import numerics as nx
 from kernels_pallas import tpu_compiler
 
@@ -74,6 +75,11 @@ def _tpu(name: str, devices: int = 1) -> Chip:
   return Chip(chip.bf16_flops / devices, chip.hbm_bytes / devices)
 
 
+def _gpu(name: str) -> Chip:
+  chip = gpu_compiler.CHIPS[name]
+  return Chip(chip.bf16_flops, chip.hbm_bytes)
+
+
 # By `jax.Device.device_kind`. GPUs: NVIDIA's data sheets, without sparsity. A
 # tpu7x is two devices.
 CHIPS: dict[str, tuple[str, Chip]] = {
@@ -86,9 +92,9 @@ CHIPS: dict[str, tuple[str, Chip]] = {
     'TPU7x': ('half a tpu7x', _tpu('tpu7x', 2)),
     'NVIDIA A100-SXM4-40GB': ('A100 40 GB', Chip(312e12, 1555e9)),
     'NVIDIA A100-PCIE-40GB': ('A100 40 GB', Chip(312e12, 1555e9)),
-    'NVIDIA A100-SXM4-80GB': ('A100 80 GB SXM', Chip(312e12, 2039e9)),
+    'NVIDIA A100-SXM4-80GB': ('A100 80 GB SXM', _gpu('a100')),
     'NVIDIA A100 80GB PCIe': ('A100 80 GB PCIe', Chip(312e12, 1935e9)),
-    'NVIDIA H100 80GB HBM3': ('H100 SXM', Chip(989.4e12, 3350e9)),
+    'NVIDIA H100 80GB HBM3': ('H100 SXM', _gpu('h100')),
     'NVIDIA H200': ('H200', Chip(989.4e12, 4800e9)),
 }
 
