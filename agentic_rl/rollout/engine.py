@@ -9,6 +9,7 @@ tokens, seed, rollout id) only, never on its company in the batch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from typing import Any, Sequence
@@ -48,11 +49,19 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-  """One token that a step drew for a sequence."""
+  """One token that a step drew for a sequence.
+
+  Attributes:
+    slot: of the sequence.
+    token: what was drawn.
+    logp: its log-prob, float32.
+    likeliest: the likeliest tokens, best first, if the engine reports them.
+  """
 
   slot: int
   token: int
   logp: float
+  likeliest: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -65,6 +74,9 @@ class _Sequence:
   pages: list[int] = dataclasses.field(default_factory=list)
   routes: list[np.ndarray] = dataclasses.field(default_factory=list)
   keys: list[bytes] = dataclasses.field(default_factory=list)
+  forced: collections.deque[int] = dataclasses.field(
+      default_factory=collections.deque
+  )
   sample: bool = True
 
 
@@ -91,6 +103,8 @@ class Engine:
     pool_pages: KV pages; 0 for enough that every sequence can fill its context.
     steps: sizes of the step program, small to large; one compilation each.
     sampling: how tokens are drawn, fixed for the engine's programs.
+    likeliest: report so many of the likeliest tokens with each draw; 0 outside
+      diagnostics.
 
   Attributes:
     greedy: draw the likeliest token instead, in the same programs.
@@ -110,6 +124,7 @@ class Engine:
       pool_pages: int = 0,
       steps: Sequence[tuple[int, int]] = (),
       sampling: Sampling = Sampling(),
+      likeliest: int = 0,
   ):
     self.cfg = cfg
     self.max_sequences = max_sequences
@@ -130,7 +145,7 @@ class Engine:
     self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
-    self._step = _step_program(cfg, sampling)
+    self._step = _step_program(cfg, sampling, likeliest)
 
   def load_params(self, weights: Any, version: int) -> None:
     """Takes the weights of a version; pages of other versions become misses.
@@ -195,6 +210,20 @@ class Engine:
     seq.tokens.extend(tokens)
     seq.sample = True
 
+  def force(self, slot: int, tokens: Sequence[int]) -> None:
+    """Makes these tokens the next draws of a sequence.
+
+    They run through the program that draws, and so do their log-probs.
+
+    Raises:
+      ValueError: on a token outside the vocabulary.
+    """
+    seq = self._sequence(slot)
+    for token in tokens:
+      if not 0 <= token < self.cfg.vocab:
+        raise ValueError(f'token {token}: allowed are 0..{self.cfg.vocab - 1}')
+    seq.forced.extend(tokens)
+
   def pause(self, slot: int) -> None:
     """Stops drawing for a sequence until the next `prefill`."""
     self._sequence(slot).sample = False
@@ -213,7 +242,7 @@ class Engine:
     if not chunks:
       return []
     batch, samplers = self._pack(chunks, shape)
-    self._pool, tokens, logps, routes = self._step(
+    self._pool, tokens, logps, routes, likeliest = self._step(
         self._weights,
         self._pool,
         batch,
@@ -221,12 +250,16 @@ class Engine:
         np.float32(not self.greedy),
     )
     tokens, logps = np.asarray(tokens), np.asarray(logps)
-    routes = np.asarray(routes)
+    routes, likeliest = np.asarray(routes), np.asarray(likeliest)
     self._advance(chunks, routes)
     drawn = []
     for i, slot in enumerate(samplers):
-      self._sequence(slot).tokens.append(int(tokens[i]))
-      drawn.append(Drawn(slot, int(tokens[i]), logps[i]))
+      seq = self._sequence(slot)
+      seq.tokens.append(int(tokens[i]))
+      if seq.forced:
+        seq.forced.popleft()
+      best = tuple(likeliest[i].tolist())
+      drawn.append(Drawn(slot, int(tokens[i]), logps[i], best))
     self._counts['decoded'] += len(drawn)
     return drawn
 
@@ -325,6 +358,7 @@ class Engine:
     )
     rows = np.full(self._sample_rows, n, np.int32)
     ids = np.zeros((self._sample_rows, 2), np.int32)
+    forced = np.full(self._sample_rows, -1, np.int32)
     full: list[int] = []
     samplers: list[int] = []
     at = t = 0
@@ -349,6 +383,8 @@ class Engine:
       if end == len(seq.tokens) and seq.sample:
         rows[len(samplers)] = at + count - 1
         ids[len(samplers)] = seq.rollout_id, end
+        if seq.forced:
+          forced[len(samplers)] = seq.forced[0]
         samplers.append(slot)
       at += count
     finished = np.full(n // size + self.max_sequences, self.pages.bin, np.int32)
@@ -358,7 +394,7 @@ class Engine:
     self._counts['padded'] += n - at
     layout = layouts.Layout(positions, sequences, table, tiles, place)
     writes = forward_lib.Writes(pages, positions % size, finished)
-    return (tokens, layout, writes, rows, ids), samplers
+    return (tokens, layout, writes, rows, ids, forced), samplers
 
   def _advance(self, chunks, routes) -> None:
     """Books what a step computed: routes, and full pages for reuse."""
@@ -421,11 +457,11 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
 
 
 @functools.lru_cache(maxsize=32)
-def _step_program(cfg: PolicyConfig, sampling: Sampling):
+def _step_program(cfg: PolicyConfig, sampling: Sampling, likeliest: int):
   """Compiles one step: forward, then a draw for the rows that ask for one."""
 
   def step(weights, pool, batch, seed, noise):
-    tokens, layout, writes, rows, ids = batch
+    tokens, layout, writes, rows, ids, forced = batch
     x, routes, pool = forward_lib.forward(
         weights, tokens, layout, cfg, pool, writes
     )
@@ -435,17 +471,23 @@ def _step_program(cfg: PolicyConfig, sampling: Sampling):
     def fold(pair):
       return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
 
+    w = forward_lib.head(weights, cfg)
     drawn, logp = head_ops.sample(
         x,
-        forward_lib.head(weights, cfg),
+        w,
         jax.vmap(fold)(ids),
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         noise=noise,
+        forced_T=forced,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )
-    return pool, drawn, logp, routes.transpose(1, 0, 2).astype(jnp.int16)
+    best = head_ops.likeliest(
+        x, w, likeliest, numerics=cfg.numerics, impl=cfg.impl
+    )
+    routes = routes.transpose(1, 0, 2).astype(jnp.int16)
+    return pool, drawn, logp, routes, best
 
   return nx.jit(step, exact=cfg.exact, donate_argnums=(1,))
