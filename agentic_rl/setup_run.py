@@ -66,7 +66,11 @@ _LEAST = {
 }
 _SEEDS = 1 << 32  # a seed is a 32-bit number in the samplers' keys
 # Fields that may change between the runs of one work directory.
-FREE = ('evaluation.every', 'checkpoint', 'alerts', 'env_pool')
+FREE = (
+    'evaluation.every', 'checkpoint', 'alerts', 'env_pool',
+    'learner.on_mismatch',
+)  # fmt: skip
+ON_MISMATCH = ('warn', 'skip', 'stop')  # see `monitor`
 
 
 class Run:
@@ -283,10 +287,10 @@ def _build(run: Run) -> None:
   limits = collect.Limits(
       config.rollout.action_tokens, config.rollout.deadline_s
   )
-  if config.learner.on_mismatch not in ('stop', 'warn'):
+  if config.learner.on_mismatch not in ON_MISMATCH:
     raise ValueError(
         f'learner.on_mismatch={config.learner.on_mismatch!r}: allowed are'
-        " 'stop' and 'warn'"
+        f' {ON_MISMATCH}'
     )
   run.learner = _learner(run, sampling)
   if config.learner.row_tokens < run.policy.max_context:

@@ -125,7 +125,9 @@ def get_config(arg=None):
       grpo=dict(normalize_std=True, keep_uniform=False, eps=1e-6),
   )
 
-  # Learner: on-policy, one optimizer step per iteration.
+  # Learner: on-policy, one optimizer step per iteration. When sampler and
+  # learner disagree although the policy is exact, or more than config.alerts
+  # allows (mismatch/*, router/flip*): 'warn', 'skip' the update, or 'stop'.
   config.learner = dict(
       iterations=64,
       rows=8,

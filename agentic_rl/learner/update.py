@@ -204,7 +204,7 @@ class Learner:
     )
 
   def update(self, weights, state, batch: types.Batch, reference=None):
-    """Takes one optimizer step on a batch.
+    """Takes one optimizer step on a batch: `accumulate`, then `apply`.
 
     Args:
       weights: of the policy; donated.
@@ -214,6 +214,23 @@ class Learner:
 
     Returns:
       New weights, new state and a dict of float metrics.
+
+    Raises:
+      ValueError: if the batch trains no token, or the reference is missing.
+    """
+    found = self.accumulate(weights, batch, reference)
+    return self.apply(weights, state, found)
+
+  def accumulate(self, weights, batch: types.Batch, reference=None) -> Found:
+    """Computes the gradient of a batch and what the batch shows; changes nothing.
+
+    Args:
+      weights: of the policy; kept.
+      batch: from `pack`.
+      reference: weights of the reference policy, if `reference_kl` is used.
+
+    Returns:
+      The gradient and the metrics, to look at before `apply`.
 
     Raises:
       ValueError: if the batch trains no token, or the reference is missing.
@@ -239,8 +256,33 @@ class Learner:
     # Which microbatch belongs to which chain is fixed, and so are the bits.
     chains = [own for i in range(n) if (own := parts[i::n])]
     sums = list(self._threads.map(chain, chains))
-    weights, state, total_sums, norm = self._apply(weights, state, sums)
-    return weights, state, _metrics(total_sums, norm, total)
+    return Found(sums, _metrics(sums, total))
+
+  def apply(self, weights, state, found: Found):
+    """Takes the optimizer step of a gradient.
+
+    Args:
+      weights: those that the gradient was computed at; donated.
+      state: of the optimizer; donated.
+      found: from `accumulate`.
+
+    Returns:
+      New weights, new state and the metrics, now with `grad_norm`.
+    """
+    weights, state, _, norm = self._apply(weights, state, found.sums)
+    return weights, state, {**found.stats, 'grad_norm': float(norm)}
+
+
+class Found(NamedTuple):
+  """What a batch shows and would change.
+
+  Attributes:
+    sums: gradient and counts of each chain.
+    stats: float metrics of the batch.
+  """
+
+  sums: list[Sums]
+  stats: dict[str, float]
 
 
 class Sums(NamedTuple):
@@ -512,15 +554,16 @@ def _balance(weights, load_LE, rate, cfg):
   return {**weights, 'pattern': pattern}
 
 
-def _metrics(sums: Sums, norm, total: float) -> Mapping[str, float]:
-  s = {k: float(v) for k, v in sums.scalars.items()}
-  load = np.asarray(sums.load_LE)
+def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
+  counts = jax.device_get([Sums({}, c.scalars, c.load_LE) for c in sums])
+  joined = functools.reduce(_join, counts)
+  s = {k: float(v) for k, v in joined.scalars.items()}
+  load = np.asarray(joined.load_LE)
   out = {
       'loss': s['loss'] / total,
       'entropy': s['entropy'] / total,
       'clip_share': s['clipped'] / total,
       'kl_reference': s['kl_reference'] / total,
-      'grad_norm': float(norm),
       'trained_tokens': total,
       'learner_tokens': s['tokens'],
       'mismatch/unequal_bits': s['unequal'],

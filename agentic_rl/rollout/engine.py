@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agentic_rl.policy import forward as forward_lib
+from agentic_rl.policy import identity
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import paged_kv
 from kernels_pallas import numerics as nx
@@ -109,6 +110,7 @@ class Engine:
   Attributes:
     greedy: draw the likeliest token instead, in the same programs.
     version: version of the weights.
+    weights_hash: of the weights that the engine holds.
     pages: the page pool.
 
   Raises:
@@ -141,23 +143,33 @@ class Engine:
     self._reserved = 0
     self._weights: Any = None
     self._seed = seed
-    self.version = -1
+    self.version, self.weights_hash = -1, ''
     self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
     self._step = _step_program(cfg, sampling, likeliest)
 
   def load_params(self, weights: Any, version: int) -> None:
-    """Takes the weights of a version; pages of other versions become misses.
+    """Takes the weights of a version; pages of others become misses.
+
+    Pages are kept only if both the version and what the weights hold are as
+    before.
 
     Raises:
       RuntimeError: if a sequence is open (its KV belongs to other weights).
     """
     if any(self._slots):
       raise RuntimeError('weights can not change while sequences are open')
-    if version != self.version:
+    found = identity.weights_hash(weights)
+    if (version, found) != (self.version, self.weights_hash):
       self.pages.forget_all()
-    self._weights, self.version = weights, version
+    self._weights = weights
+    self.version, self.weights_hash = version, found
+
+  @property
+  def weights(self) -> Any:
+    """The weights that the engine holds."""
+    return self._weights
 
   # --- JetStream's verbs ---
 
@@ -317,9 +329,13 @@ class Engine:
       raise KeyError(f'slot {slot} holds no sequence')
     return seq
 
+  def _page_keys(self, tokens) -> list[bytes]:
+    weights = f'{self.version} {self.weights_hash}'
+    return paged_kv.page_keys(tokens, self.cfg.page, weights)
+
   def _take_known_pages(self, seq: _Sequence) -> None:
     size = self.cfg.page
-    keys = paged_kv.page_keys(seq.tokens[:-1], size, self.version)
+    keys = self._page_keys(seq.tokens[:-1])
     for key in keys:
       found = self.pages.find(key)
       if found is None:
@@ -411,7 +427,7 @@ class Engine:
     size = self.cfg.page
     known = np.concatenate(seq.routes)
     seq.routes = [known]
-    keys = paged_kv.page_keys(seq.tokens[: seq.done], size, self.version)
+    keys = self._page_keys(seq.tokens[: seq.done])
     for i in range(len(seq.keys), len(keys)):
       page_routes = known[i * size : (i + 1) * size]
       self.pages.remember(seq.pages[i], keys[i], page_routes)

@@ -73,6 +73,16 @@ class Engines:
     return self._engines[0].version
 
   @property
+  def weights(self) -> list[Any]:
+    """The weights that each engine holds."""
+    return [engine.weights for engine in self._engines]
+
+  @property
+  def weights_hashes(self) -> list[str]:
+    """Hash of the weights that each engine holds."""
+    return [engine.weights_hash for engine in self._engines]
+
+  @property
   def greedy(self) -> bool:
     """Draw the likeliest token instead."""
     return self._engines[0].greedy
