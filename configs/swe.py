@@ -14,6 +14,9 @@ def get_config(arg=None):
   arg = common.parse_arg(arg, debug=False, layers=8)
   config = common.ConfigDict()
   config.seed = 0
+  # Devices, as in 'data=2,fsdp=2,expert=2,context=1'; '' is one. On CPU the run
+  # makes as many of the host's devices itself.
+  config.mesh = ''
 
   # Tasks: fresh miniature repositories, held-out ones disjoint by construction.
   config.tasks = dict(

@@ -160,15 +160,13 @@ class Parallel:
       [B, past + T, ...]; before a row's beginning stands its end.
     """
     length, parts = x_BT.shape[1], self.size('context')
-    hops = -(-past // length)
-    if hops == parts - 1:  # all of it
+    if past == (parts - 1) * length:  # all there is
       every = lax.all_gather(x_BT, 'context')  # [parts, B, T, ...]
       order = (jnp.arange(parts) + self.part() + 1) % parts
       whole = jnp.moveaxis(every[order], 0, 1)
-      whole = whole.reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
-      return whole[:, parts * length - length - past :]
+      return whole.reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
     pieces = [x_BT]
-    for hop in range(1, hops + 1):
+    for hop in range(1, -(-past // length) + 1):
       wanted = min(length, past - (hop - 1) * length)
       ring = [(i, (i + hop) % parts) for i in range(parts)]
       piece = lax.ppermute(x_BT[:, length - wanted :], 'context', ring)

@@ -17,9 +17,12 @@ from typing import Any, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from agentic_rl.parallel import mesh
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import identity
+from agentic_rl.policy import model
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import paged_kv
 from kernels_pallas import numerics as nx
@@ -138,7 +141,7 @@ class Engine:
           f'{cfg.max_context} needs {cfg.pages_per_sequence}'
       )
     self.pages = paged_kv.PagePool(pages, cfg.page)
-    self._pool = forward_lib.init_pool(cfg, pages)
+    self._pool: forward_lib.Pool | None = None
     self._slots: list[_Sequence | None] = [None] * max_sequences
     self._reserved = 0
     self._weights: Any = None
@@ -147,7 +150,7 @@ class Engine:
     self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
-    self._step = _step_program(cfg, sampling, likeliest)
+    self._step = step_program(cfg, sampling, likeliest, mesh.SINGLE)
 
   def load_params(self, weights: Any, version: int) -> None:
     """Takes the weights of a version; pages of others become misses.
@@ -250,30 +253,20 @@ class Engine:
     Returns:
       The drawn tokens; a sequence still reading its prompt draws nothing.
     """
-    chunks, shape = self._schedule()
+    chunks, size = self.schedule()
     if not chunks:
       return []
-    batch, samplers = self._pack(chunks, shape)
-    self._pool, tokens, logps, routes, likeliest = self._step(
+    if self._pool is None:
+      self._pool = forward_lib.init_pool(self.cfg, self.pages.num_pages)
+    batch, samplers = self.stage(chunks, size)
+    self._pool, *found = self._step(
         self._weights,
         self._pool,
         batch,
         np.uint32(self._seed),
         np.float32(not self.greedy),
     )
-    tokens, logps = np.asarray(tokens), np.asarray(logps)
-    routes, likeliest = np.asarray(routes), np.asarray(likeliest)
-    self._advance(chunks, routes)
-    drawn = []
-    for i, slot in enumerate(samplers):
-      seq = self._sequence(slot)
-      seq.tokens.append(int(tokens[i]))
-      if seq.forced:
-        seq.forced.popleft()
-      best = tuple(likeliest[i].tolist())
-      drawn.append(Drawn(slot, int(tokens[i]), logps[i], best))
-    self._counts['decoded'] += len(drawn)
-    return drawn
+    return self.book(chunks, samplers, *map(np.asarray, found))
 
   def release(self, slot: int) -> tuple[list[int], np.ndarray]:
     """Closes a sequence; its full pages stay known.
@@ -345,21 +338,35 @@ class Engine:
       seq.keys.append(key)
       seq.done += size
 
-  def _schedule(self):
-    """Chooses (slot, count) chunks: decode first, then prefill in slot order."""
+  def schedule(self) -> tuple[list[tuple[int, int]], int]:
+    """Chooses the (slot, count) chunks of a step: decode first, then prefill.
+
+    Returns:
+      The chunks, and which of the step sizes they need.
+    """
     work = [
         (slot, seq)
         for slot, seq in enumerate(self._slots)
         if seq is not None and _pending(seq)
     ]
     work.sort(key=lambda item: len(item[1].tokens) - item[1].done > 1)
-    for shape in self.steps:
+    for size, shape in enumerate(self.steps):
       chunks, whole = _fill(work, shape)
       if whole:
         break
-    return chunks, shape
+    return chunks, size
 
-  def _pack(self, chunks, shape: StepShape):
+  def stage(self, chunks, step: int):
+    """Packs chunks into the inputs of a step program.
+
+    Args:
+      chunks: from `schedule`; may be none.
+      step: which of the step sizes, at least the one scheduled.
+
+    Returns:
+      The inputs, and the slots that draw, in the order of the drawn tokens.
+    """
+    shape = self.steps[step]
     n, tile, size = shape.tokens, layouts.QUERY_TILE, self.cfg.page
     tokens = np.zeros(n, np.int32)
     positions = np.zeros(n, np.int32)
@@ -411,6 +418,32 @@ class Engine:
     layout = layouts.Layout(positions, sequences, table, tiles, place)
     writes = forward_lib.Writes(pages, positions % size, finished)
     return (tokens, layout, writes, rows, ids, forced), samplers
+
+  def book(self, chunks, samplers, tokens, logps, routes, likeliest):
+    """Books what a step computed and drew.
+
+    Args:
+      chunks: from `schedule`.
+      samplers: from `stage`.
+      tokens: int32, drawn tokens in the order of the samplers.
+      logps: float32, their log-probs.
+      routes: int16 [T, L_moe, topk].
+      likeliest: int32, likeliest tokens beside each drawn one.
+
+    Returns:
+      What was drawn.
+    """
+    self._advance(chunks, routes)
+    drawn = []
+    for i, slot in enumerate(samplers):
+      seq = self._sequence(slot)
+      seq.tokens.append(int(tokens[i]))
+      if seq.forced:
+        seq.forced.popleft()
+      best = tuple(likeliest[i].tolist())
+      drawn.append(Drawn(slot, int(tokens[i]), logps[i], best))
+    self._counts['decoded'] += len(drawn)
+    return drawn
 
   def _advance(self, chunks, routes) -> None:
     """Books what a step computed: routes, and full pages for reuse."""
@@ -473,13 +506,32 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
 
 
 @functools.lru_cache(maxsize=32)
-def _step_program(cfg: PolicyConfig, sampling: Sampling, likeliest: int):
-  """Compiles one step: forward, then a draw for the rows that ask for one."""
+def step_program(
+    cfg: PolicyConfig,
+    sampling: Sampling,
+    likeliest: int,
+    parallel: mesh.Parallel,
+):
+  """Compiles one step: forward, then a draw for the rows that ask for one.
+
+  Args:
+    cfg: shape of the policy.
+    sampling: how tokens are drawn.
+    likeliest: likeliest tokens to report with each draw.
+    parallel: the mesh; then the inputs from `Engine.stage`, and the results, have
+      a first axis of devices, and so has the pool's.
+
+  Returns:
+    (weights, pool, inputs, seed, noise) -> (pool, tokens, log-probs, routes,
+    likeliest).
+  """
 
   def step(weights, pool, batch, seed, noise):
+    if parallel.mesh is not None:
+      batch = jax.tree.map(lambda a: a[0], batch)
     tokens, layout, writes, rows, ids, forced = batch
     x, routes, pool = forward_lib.forward(
-        weights, tokens, layout, cfg, pool, writes
+        weights, tokens, layout, cfg, pool, writes, parallel
     )
     x = x.at[rows].get(mode='fill', fill_value=0)
     key = jax.random.key(seed)
@@ -487,7 +539,7 @@ def _step_program(cfg: PolicyConfig, sampling: Sampling, likeliest: int):
     def fold(pair):
       return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
 
-    w = forward_lib.head(weights, cfg)
+    w = forward_lib.head(weights, cfg, parallel)
     drawn, logp = head_ops.sample(
         x,
         w,
@@ -503,7 +555,12 @@ def _step_program(cfg: PolicyConfig, sampling: Sampling, likeliest: int):
     best = head_ops.likeliest(
         x, w, likeliest, numerics=cfg.numerics, impl=cfg.impl
     )
-    routes = routes.transpose(1, 0, 2).astype(jnp.int16)
-    return pool, drawn, logp, routes, best
+    found = drawn, logp, routes.transpose(1, 0, 2).astype(jnp.int16), best
+    if parallel.mesh is not None:
+      found = jax.tree.map(lambda a: a[None], found)
+    return pool, *found
 
+  whole, own = PartitionSpec(), PartitionSpec(mesh.AXES)
+  weights = parallel.specs(model.logical_axes(cfg))
+  step = parallel.map(step, (weights, own, own, whole, whole), (own,) * 5)
   return nx.jit(step, exact=cfg.exact, donate_argnums=(1,))
