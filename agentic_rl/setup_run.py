@@ -20,6 +20,7 @@ from agentic_rl import checkpoint as checkpoint_lib
 from agentic_rl import credit
 from agentic_rl import metrics as metrics_lib
 from agentic_rl import types
+from agentic_rl import warm_source
 from agentic_rl.envs import pool as pool_lib
 from agentic_rl.envs import sandbox
 from agentic_rl.learner import optimizer as optimizer_lib
@@ -277,6 +278,9 @@ def _build(run: Run) -> None:
       'small',
       {'vocab': run.chat.tokenizer.vocab_size, **dict(config.policy.items())},
   )
+  source = _source(run)
+  if source is not None:
+    source.check(run.policy, run.heldout)
   nx.choose(run.policy.impl, row_ops.IMPLS, 'policy')
   if 0 < config.rollout.pool_pages < config.rollout.engines:
     raise ValueError(
@@ -304,7 +308,8 @@ def _build(run: Run) -> None:
         f' sequence, policy.max_context={run.policy.max_context} tokens or more'
     )
   with _about('warm_start.optimizer'):
-    optimizer_from(config.warm_start.optimizer, max(1, config.warm_start.steps))
+    steps = max(1, config.warm_start.steps)
+    optimizer_from(config.warm_start.optimizer, steps, run.policy)
   with _about('warm_start.noise'):
     expert.Noise(**dict(config.warm_start.noise.items()))
   run.sampler = sampler_lib.TaskSampler.create(
@@ -340,10 +345,15 @@ def _about(path: str) -> Iterator[None]:
     raise ValueError(f'{path}: {error}') from error
 
 
-def optimizer_from(options: Any, steps: int):
-  """Returns the optimizer that a config's dict describes."""
+def optimizer_from(
+    options: Any, steps: int, policy: policy_config.PolicyConfig
+):
+  """Returns the optimizer that a config's dict describes, for a policy."""
   options = dict(options.items())
-  return optimizer_lib.make(options.pop('name'), steps=steps, **options)
+  cast = None if policy.precision == 'float32' else policy.numerics.cast
+  return optimizer_lib.make(
+      options.pop('name'), steps=steps, cast=cast, **options
+  )
 
 
 def _engine(run: Run, sampling: engine_lib.Sampling):
@@ -377,7 +387,7 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
         balance=c.balance,
     )
   with _about('learner.optimizer'):
-    optimizer = optimizer_from(c.optimizer, c.iterations)
+    optimizer = optimizer_from(c.optimizer, c.iterations, run.policy)
   return update.Learner(
       run.policy,
       loss,
@@ -386,6 +396,14 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
       row_tokens=c.row_tokens,
       parallel=run.parallel,
   )
+
+
+def _source(run: Run) -> warm_source.Source | None:
+  """Returns whose warm start is taken; None if this run has its own."""
+  folder = run.config.warm_start.weights
+  if not folder or run.checkpoints('warm_start').steps():
+    return None
+  return warm_source.Source(folder)
 
 
 def _heldout(run: Run) -> tuple[types.Task, ...]:
@@ -419,6 +437,11 @@ def _tokenizer(run: Run) -> tokenizer_lib.Tokenizer:
   if path.exists() and not run.fresh:
     return tokenizer_lib.Tokenizer.load(path)
   c = run.config
+  source = _source(run)
+  if source is not None:
+    made = source.tokenizer(common.plain(c.tokenizer))
+    made.save(path)
+    return made
   tasks = generate.generate_tasks(
       c.tokenizer.corpus_tasks,
       'train',

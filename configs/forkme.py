@@ -31,6 +31,7 @@ def get_config(arg=None):
 
   # First the expert's traces, then P tasks x G rollouts per iteration.
   config.warm_start = dict(
+      weights='',
       steps=4,
       sequences=8,
       rows=4,

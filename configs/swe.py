@@ -76,8 +76,10 @@ def get_config(arg=None):
       remat=False,
   )
 
-  # Warm start: supervised learning on an imperfect scripted expert.
+  # Warm start: supervised learning on an imperfect scripted expert; or, if
+  # `weights` names the work directory of another run, what that one ended with.
   config.warm_start = dict(
+      weights='',
       steps=400,
       sequences=18,
       rows=4,
