@@ -249,7 +249,8 @@ class Sums(NamedTuple):
     """Returns empty sums for these weights."""
     names = (
         'loss', 'entropy', 'clipped', 'kl_reference', 'unequal', 'compared',
-        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'tokens',
+        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'outside',
+        'tokens',
     )  # fmt: skip
     scalars = {name: jnp.zeros(()) for name in names}
     load = jnp.zeros((cfg.moe_layers, max(cfg.experts, 1)))
@@ -393,6 +394,7 @@ def _mismatch(logp, recorded, drawn):
       'compared': drawn.sum().astype(nx.F32),
       'max_abs_dlogp': gap.max(),
       'max_abs_ratio_dev': jnp.abs(ratio - 1).max(),
+      'outside': ((ratio < 0.9) | (ratio > 1.1)).sum().astype(nx.F32),
   }
 
 
@@ -461,6 +463,8 @@ def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
       'mismatch/compared': s['compared'],
       'mismatch/max_abs_dlogp': s['max_abs_dlogp'],
       'mismatch/max_abs_ratio_dev': s['max_abs_ratio_dev'],
+      # Share of the drawn tokens whose ratio is outside [0.9, 1.1].
+      'mismatch/outside_share': s['outside'] / max(1.0, s['compared']),
       'router/flips': s['flips'],
       'router/flip_rate': s['flips'] / max(1.0, s['routed']),
   }
