@@ -85,11 +85,12 @@ def check_finite(stats: Mapping[str, float], where: str) -> None:
   """Raises DivergedError unless loss and gradient of an update are finite.
 
   Args:
-    stats: from `Learner.update`.
+    stats: from `Learner.update`, or from `Learner.accumulate`, which has no
+      norm yet.
     where: for the message.
   """
   for name in ('loss', 'grad_norm'):
-    if not np.isfinite(stats[name]):
+    if not np.isfinite(stats.get(name, 0.0)):
       raise DivergedError(
           f'{where}: {name} is {stats[name]}; a smaller learning rate may help'
           ' (the last checkpoint is kept)'
