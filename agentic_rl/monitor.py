@@ -91,7 +91,8 @@ def may_apply(run: setup_run.Run, step: int, stats: Mapping[str, Any]) -> bool:
     details = ', '.join(f'{n} = {stats[n]:.4g}, {w}' for n, w in wrong.items())
     text = (
         f'iteration {step}: sampler and learner disagree in a batch of'
-        f' {stats["mismatch/compared"]:.0f} drawn tokens: {details}'
+        f' {stats["mismatch/compared"]:.0f} drawn tokens'
+        f' ({journal.path_of(run.workdir, "rl", step)}): {details}'
     )
     _act(run, step, name, stats[name], text)
   return run.config.learner.on_mismatch != 'skip'
@@ -100,14 +101,11 @@ def may_apply(run: setup_run.Run, step: int, stats: Mapping[str, Any]) -> bool:
 def _act(run, step: int, name: str, value: float, text: str) -> None:
   """Alerts, and stops the run if that is wanted."""
   run.metrics.alert(name, value, text, step)
-  if run.config.learner.on_mismatch != 'stop':
-    return
-  path = journal.path_of(run.workdir, 'rl', step)
-  kept = f', its trajectories {path}' if path.exists() else ''
-  raise MismatchError(
-      f'{text}. Nothing of it was learnt: the newest checkpoint is the state'
-      f' before{kept}. Next: `python launch/verify.py mismatch'
-      f' --workdir={run.workdir}` shows where the two part; the same command'
-      ' resumes, with --config.learner.on_mismatch=skip without batches like'
-      ' this one, with =warn whatever happens'
-  )
+  if run.config.learner.on_mismatch == 'stop':
+    raise MismatchError(
+        f'{text}. Nothing of it was learnt, and the newest checkpoint is the'
+        ' state before. Next: `python launch/verify.py mismatch'
+        f' --workdir={run.workdir}` shows where the two part; the same command'
+        ' resumes, with --config.learner.on_mismatch=skip without batches like'
+        ' this one, with =warn whatever happens'
+    )

@@ -224,18 +224,18 @@ def learn(run: setup_run.Run, state: State, batch, reference, stats):
   """
   step = state.iteration + 1
   found = run.learner.accumulate(state.weights, batch, reference)
-  applied = monitor.may_apply(run, step, stats | found.stats)
   learned = found.stats
+  update.check_finite(learned, f'iteration {step}')
+  applied = monitor.may_apply(run, step, stats | learned)
   if applied:
     state.weights, state.optimizer, learned = run.learner.apply(
         state.weights, state.optimizer, found
     )
+    update.check_finite(learned, f'iteration {step}')
   state.counts['compared'] += int(learned['mismatch/compared'])
   state.counts['unequal'] += int(learned['mismatch/unequal_bits'])
   state.counts['flips'] += int(learned['router/flips'])
   state.counts['skipped'] += not applied
-  if applied:
-    update.check_finite(learned, f'iteration {step}')
   return {**learned, 'mismatch/skipped': float(not applied)}
 
 

@@ -88,11 +88,12 @@ def check_finite(stats: Mapping[str, float], where: str) -> None:
   """Raises DivergedError unless loss and gradient of an update are finite.
 
   Args:
-    stats: from `Learner.update`.
+    stats: from `Learner.update`, or from `Learner.accumulate`, which has no
+      norm yet.
     where: for the message.
   """
   for name in ('loss', 'grad_norm'):
-    if not np.isfinite(stats[name]):
+    if not np.isfinite(stats.get(name, 0.0)):
       raise DivergedError(
           f'{where}: {name} is {stats[name]}; a smaller learning rate may help'
           ' (the last checkpoint is kept)'
@@ -297,7 +298,8 @@ class Sums(NamedTuple):
     """Returns empty sums for these weights."""
     names = (
         'loss', 'entropy', 'clipped', 'kl_reference', 'unequal', 'compared',
-        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'tokens',
+        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'outside',
+        'tokens',
     )  # fmt: skip
     scalars = {name: jnp.zeros(()) for name in names}
     load = jnp.zeros((cfg.moe_layers, max(cfg.experts, 1)))
@@ -502,6 +504,7 @@ def _mismatch(logp, recorded, drawn):
       'compared': drawn.sum().astype(nx.F32),
       'max_abs_dlogp': gap.max(),
       'max_abs_ratio_dev': jnp.abs(ratio - 1).max(),
+      'outside': ((ratio < 0.9) | (ratio > 1.1)).sum().astype(nx.F32),
   }
 
 
@@ -570,6 +573,8 @@ def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
       'mismatch/compared': s['compared'],
       'mismatch/max_abs_dlogp': s['max_abs_dlogp'],
       'mismatch/max_abs_ratio_dev': s['max_abs_ratio_dev'],
+      # Share of the drawn tokens whose ratio is outside [0.9, 1.1].
+      'mismatch/outside_share': s['outside'] / max(1.0, s['compared']),
       'router/flips': s['flips'],
       'router/flip_rate': s['flips'] / max(1.0, s['routed']),
   }
