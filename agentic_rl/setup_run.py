@@ -361,6 +361,7 @@ def _engine(run: Run, sampling: engine_lib.Sampling):
       max_sequences=run.config.rollout.max_sequences,
       pool_pages=run.config.rollout.pool_pages,
       sampling=sampling,
+      route_weights=run.config.learner.routing_replay == 'ids_and_weights',
   )
   with _about('rollout'):
     if run.parallel.mesh is not None:
@@ -385,7 +386,15 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
         entropy=c.entropy,
         reference_kl=c.reference_kl,
         balance=c.balance,
+        anchor=c.anchor,
+        correction=c.correction.name,
+        correction_options=tuple(sorted(common.options(c.correction).items())),
+        routing_replay=c.routing_replay,
     )
+    if c.routing_replay != 'none' and not run.policy.moe_layers:
+      raise ValueError(
+          f'routing_replay={c.routing_replay!r}: the policy has no experts'
+      )
   with _about('learner.optimizer'):
     optimizer = optimizer_from(c.optimizer, c.iterations, run.policy)
   return update.Learner(

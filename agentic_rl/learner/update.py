@@ -22,12 +22,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from agentic_rl import types
+from agentic_rl.learner import corrections
 from agentic_rl.learner import losses
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import ops as head_ops
@@ -51,6 +53,13 @@ class LossConfig:
       (Source: arXiv:2402.03300 eq. 4).
     balance: step of the routers' balance bias against the load
       (Source: arXiv:2408.15664 alg. 1); 0 leaves it.
+    anchor: what the ratio of the loss is taken to: 'behavior', the recorded
+      log-prob, or 'learner', the learner's own before the update, which leaves
+      a mismatch of the two to the correction.
+    correction: key of `corrections.CORRECTIONS`.
+    correction_options: keyword options of it, as sorted pairs.
+    routing_replay: what of the recorded routes the forward takes over, see
+      `routing.MODES`.
 
   Raises:
     ValueError: on an unknown loss or option, or a value outside its range.
@@ -62,8 +71,15 @@ class LossConfig:
   entropy: float = 0.0
   reference_kl: float = 0.0
   balance: float = 0.0
+  anchor: str = 'behavior'
+  correction: str = 'none'
+  correction_options: tuple[tuple[str, Any], ...] = ()
+  routing_replay: str = 'none'
 
   def __post_init__(self):
+    options = dict(self.correction_options)
+    corrections.check(self.correction, options, self.anchor)
+    routing.check(self.routing_replay)
     if self.name not in losses.LOSSES:
       raise ValueError(
           f'loss {self.name!r}: allowed are {sorted(losses.LOSSES)}'
@@ -133,6 +149,11 @@ class Learner:
           f'row_tokens={row_tokens}: a multiple of page={cfg.page} times the'
           f" mesh's context={parts} is needed"
       )
+    if parts > 1 and loss.correction in corrections.OF_SEQUENCES:
+      raise ValueError(
+          f'correction {loss.correction!r} with context={parts}: sequences are'
+          ' cut there; allowed are those of single tokens'
+      )
     if parallel.mesh is not None:
       rows = _mesh_rows(rows, row_tokens // parts, parallel)
     if row_tokens * rows % nx.ROW_TILE:
@@ -181,9 +202,9 @@ class Learner:
 
   def init(self, weights) -> Any:
     """Returns the optimizer state of fresh weights."""
-    return jax.jit(
-        self.optimizer.init, out_shardings=self._state_shardings()
-    )(weights)
+    return jax.jit(self.optimizer.init, out_shardings=self._state_shardings())(
+        weights
+    )
 
   def _state_shardings(self) -> Any:
     if self.parallel.mesh is None:
@@ -243,6 +264,10 @@ class Learner:
       raise ValueError('reference_kl needs the weights of the reference')
     if not self.loss.reference_kl:
       reference = None
+    if self.loss.routing_replay != 'none':
+      routing.check_recorded(
+          batch.routes_BTLk, self.loss.routing_replay, self.cfg
+      )
     parts = list(pack_lib.microbatches(batch, self.rows))
     scale = np.float32(1 / total)
 
@@ -299,7 +324,7 @@ class Sums(NamedTuple):
     names = (
         'loss', 'entropy', 'clipped', 'kl_reference', 'unequal', 'compared',
         'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'outside',
-        'tokens',
+        'tokens', *corrections.COUNTS,
     )  # fmt: skip
     scalars = {name: jnp.zeros(()) for name in names}
     load = jnp.zeros((cfg.moe_layers, max(cfg.experts, 1)))
@@ -331,10 +356,14 @@ def _inputs(
   longest = max(len(b['rows']) for b in blocks)
   # Two sizes only, so that two programs serve every batch.
   half = -(-size // 2 // nx.ROW_TILE) * nx.ROW_TILE
+  room = half if longest <= half else size
   for block in blocks:
-    rows = np.full(half if longest <= half else size, size, np.int32)
-    rows[: len(block['rows'])] = block['rows']
-    block['rows'] = rows
+    found = len(block['rows'])
+    last = block['sequence'].max(initial=-1) + 1  # rows without a token
+    for name, rest in (('rows', size), ('sequence', last)):
+      whole = np.full(room, rest, np.int32)
+      whole[:found] = block[name]
+      block[name] = whole
   if parallel.mesh is None:
     return blocks[0]
   return {k: np.stack([b[k] for b in blocks]) for k in blocks[0]}
@@ -358,22 +387,37 @@ def _block(
       'sampled': batch.sampled_BT,
       'real': batch.segments_BT >= 0,
       'routes': batch.routes_BTLk,
+      'support': batch.support_BTk,
   }
   out = {}
   for name, value in fields.items():
     if value is not None:
       own = value[mine, span]
       out[name] = np.ascontiguousarray(own.reshape(-1, *own.shape[2:]))
+  if 'routes' in out:
+    out |= routing.split(out['routes'])
   out['positions_BT'] = batch.positions_BT[mine]
-  out['rows'] = np.flatnonzero((out['weights'] > 0) | out['sampled'])
+  places = np.flatnonzero((out['weights'] > 0) | out['sampled'])
+  out['rows'] = places
+  out['sequence'] = _sequences(batch.segments_BT[mine, span], places)
   return out
 
 
-def _logprobs(weights, hidden, targets, cfg, temperature, parallel):
+def _sequences(segments_BT, places):
+  """Numbers the sequences of the places, int32."""
+  row, segment = places // segments_BT.shape[1], segments_BT.reshape(-1)[places]
+  new = (np.diff(row) != 0) | (np.diff(segment) != 0)
+  return np.concatenate([[0], np.cumsum(new)])[: len(places)].astype(np.int32)
+
+
+def _logprobs(
+    weights, hidden, targets, cfg, temperature, parallel, support=None
+):
   return head_ops.logprobs(
       hidden,
       forward_lib.head(weights, cfg, parallel),
       targets,
+      support_Tk=support,
       temperature=temperature,
       numerics=cfg.numerics,
       impl=cfg.impl,
@@ -386,29 +430,40 @@ def policy_logprobs(
     cfg: PolicyConfig,
     temperature: float,
     parallel: mesh.Parallel = mesh.SINGLE,
+    replay: str = 'none',
 ):
   """Runs the forward on packed rows and takes the log-probs of the targets.
 
   Args:
     weights: of the policy.
-    batch: a dict from `_inputs`; only tokens, targets, positions and rows.
+    batch: a dict from `_inputs`; only tokens, targets, positions and rows, and
+      the support where it was recorded.
     cfg: shape of the policy.
     temperature: of the log-probs.
     parallel: the mesh; then weights and batch are this device's.
+    replay: what of the batch's routes is taken over, see `routing.MODES`.
 
   Returns:
     float32 log-probs and entropies [R] of the places `batch['rows']`, and the
-    routes int32 [L_moe, T, topk].
+    routes int32 [L_moe, T, topk] that the routers choose.
   """
   layout = forward_lib.row_layouts(batch['positions_BT'], cfg, parallel)
   hidden, routes, _ = forward_lib.forward(
-      weights, batch['tokens'], layout, cfg, parallel=parallel
+      weights,
+      batch['tokens'],
+      layout,
+      cfg,
+      parallel=parallel,
+      replay=routing.recorded(batch, replay),
   )
   rows = batch['rows']
   hidden = _take(hidden, rows)
   targets = _take(batch['targets'], rows)
+  support = batch.get('support')
+  if support is not None:
+    support = support.at[rows].get(mode='fill', fill_value=-1)
   logp, entropy = _logprobs(
-      weights, hidden, targets, cfg, temperature, parallel
+      weights, hidden, targets, cfg, temperature, parallel, support
   )
   return logp, entropy, routes
 
@@ -468,13 +523,27 @@ def _join(a: Sums, b: Sums) -> Sums:
 
 def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
   logp, entropy, routes = policy_logprobs(
-      weights, batch, cfg, loss.temperature, parallel
+      weights, batch, cfg, loss.temperature, parallel, loss.routing_replay
   )
   rows = batch['rows']
   take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
   w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')
   fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
-  per_token, clipped = fun(logp, recorded, take('advantages'))
+  own = loss.anchor == 'learner'
+  anchor = lax.stop_gradient(logp) if own else recorded
+  per_token, clipped = fun(logp, anchor, take('advantages'))
+  counts = {}
+  if loss.correction != 'none':
+    factor, truncated = corrections.weigh(
+        loss.correction,
+        dict(loss.correction_options),
+        logp,
+        recorded,
+        drawn,
+        batch['sequence'],
+    )
+    per_token = factor * per_token
+    counts = corrections.stats(factor, truncated, drawn & (w > 0))
   kl = jnp.zeros_like(logp)
   if reference_logp is not None:
     gap = reference_logp - logp
@@ -489,6 +558,8 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
       **_mismatch(logp, recorded, drawn),
       **_flips(routes, batch),
       'tokens': batch['real'].sum().astype(jnp.float32),
+      **dict.fromkeys(corrections.COUNTS, jnp.zeros(())),
+      **counts,
   }
   stats = jax.tree.map(lax.stop_gradient, stats)
   return value, (stats, _load(routes, batch['real'], cfg))
@@ -577,6 +648,7 @@ def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
       'mismatch/outside_share': s['outside'] / max(1.0, s['compared']),
       'router/flips': s['flips'],
       'router/flip_rate': s['flips'] / max(1.0, s['routed']),
+      **corrections.metrics(s),
   }
   if load.size:
     mean = load.mean(-1, keepdims=True).clip(1e-9)

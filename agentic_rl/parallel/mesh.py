@@ -94,7 +94,6 @@ class Parallel:
     """Returns the sharding of an array whose first axis is the devices."""
     return self.mesh and NamedSharding(self.mesh, PartitionSpec(AXES))
 
-
   # --- programs ---
 
   def map(self, fun, in_specs, out_specs):
@@ -268,6 +267,9 @@ def host_devices(text: str) -> None:
   count = math.prod(parse(text).values())
   if count == 1:
     return
+  # The host's devices share its threads: programs in flight at the same time
+  # would wait for each other for ever.
+  jax.config.update('jax_cpu_enable_async_dispatch', False)
   try:
     jax.config.update('jax_num_cpu_devices', count)
   except RuntimeError as error:

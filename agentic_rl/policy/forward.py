@@ -17,6 +17,7 @@ from jax import lax
 
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import model
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas.block_selection import ops as selection
 from kernels_pallas.grouped_matmul import ops as grouped
@@ -70,6 +71,8 @@ def forward(
     pool: Pool | None = None,
     writes: Writes | None = None,
     parallel: mesh.Parallel = mesh.SINGLE,
+    replay: routing.Routes | None = None,
+    route_weights: bool = False,
 ):
   """Runs the decoder over a stream of tokens.
 
@@ -85,10 +88,14 @@ def forward(
       and its keys are the pages.
     writes: where the stream's keys go; with `pool` only.
     parallel: the mesh.
+    replay: recorded routes [L_moe, T, topk] that take the place of the routers'
+      choice.
+    route_weights: whether to return the experts' weights beside them.
 
   Returns:
-    Hidden rows [T, D] after the final norm, routes int32 [L_moe, T, topk] in
-    slot order, and the pool.
+    Hidden rows [T, D] after the final norm, the routers' choice int32
+    [L_moe, T, topk] in slot order (with its weights: `routing.Routes`), and the
+    pool.
   """
   num = cfg.numerics
   if isinstance(layout, attention.Layout):
@@ -98,7 +105,12 @@ def forward(
   x = num.cast(embedding[tokens_T])
   routes = []
   layer = functools.partial(
-      _layer, layout=layout, cfg=cfg, writes=writes, parallel=parallel
+      _layer,
+      layout=layout,
+      cfg=cfg,
+      writes=writes,
+      parallel=parallel,
+      weigh=route_weights,
   )
   if cfg.remat:
     layer = jax.checkpoint(layer, static_argnums=(4,))
@@ -107,22 +119,24 @@ def forward(
 
   def group(carry, args):
     x, pool = carry
-    stack, g = args
+    stack, g, known = args
     chosen = []
     for i in range(len(cfg.pattern)):
       index = cfg.dense_layers + g * len(cfg.pattern) + i
-      x, pool, experts = layer(x, pool, stack[i], index, ('pattern', i))
+      given = jax.tree.map(lambda a, i=i: a[i], known)
+      x, pool, experts = layer(x, pool, stack[i], index, ('pattern', i), given)
       chosen.append(experts)
-    return (x, pool), jnp.stack(chosen) if cfg.experts else None
+    return (x, pool), jax.tree.map(lambda *a: jnp.stack(a), *chosen)
 
   if cfg.groups:
     stacks = [weights['pattern'][i] for i in range(len(cfg.pattern))]
-    scanned = (stacks, jnp.arange(cfg.groups))
+    by_group = lambda a: a.reshape(cfg.groups, -1, *a.shape[1:])
+    known = jax.tree.map(by_group, replay)
+    scanned = (stacks, jnp.arange(cfg.groups), known)
     (x, pool), routes = lax.scan(group, (x, pool), scanned)
-    if cfg.experts:
-      routes = routes.reshape(-1, *routes.shape[2:])
+    routes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), routes)
   if not cfg.moe_layers:
-    routes = jnp.zeros((0, tokens_T.shape[0], cfg.topk_experts), jnp.int32)
+    routes = routing.empty(tokens_T.shape[0], cfg, route_weights)
   norm = parallel.gather(weights['final_norm'], logical['final_norm'])
   x = rows.rms_norm(x, norm, numerics=num, impl=cfg.impl)
   return x, routes, pool
@@ -161,7 +175,10 @@ def row_layouts(positions_BT, cfg: PolicyConfig, parallel: mesh.Parallel):
   }
 
 
-def _layer(x, pool, w, index, place, *, layout, cfg, writes, parallel):
+def _layer(
+    x, pool, w, index, place, given=None, *,
+    layout, cfg, writes, parallel, weigh,
+):  # fmt: skip
   num, impl = cfg.numerics, cfg.impl
   name, i = place
   kind = cfg.pattern[i % len(cfg.pattern)]
@@ -172,7 +189,7 @@ def _layer(x, pool, w, index, place, *, layout, cfg, writes, parallel):
   )
   x = num.cast(x + num.keep(_project(out, w['output'], cfg)))
   h = rows.rms_norm(x, w['ffn_norm'], numerics=num, impl=impl)
-  out, experts = _feed_forward(h, w, cfg, parallel)
+  out, experts = _feed_forward(h, w, cfg, parallel, given, weigh)
   return num.cast(x + num.keep(out)), pool, experts
 
 
@@ -272,7 +289,7 @@ def _by_head(pages, cfg):
   return pages.reshape(*pages.shape[:2], cfg.kv_heads, -1)
 
 
-def _feed_forward(h, w, cfg, parallel):
+def _feed_forward(h, w, cfg, parallel, given, weigh):
   num, impl = cfg.numerics, cfg.impl
   out, experts = None, None
   if 'dense_in' in w:
@@ -282,15 +299,10 @@ def _feed_forward(h, w, cfg, parallel):
     out = _project(a, w['dense_out'], cfg)
   if 'router' in w:
     logits = dense.matmul(h, w['router'], numerics=num, impl=impl)
-    weights, experts = rows.router(
-        logits,
-        w['balance'],
-        topk=cfg.topk_experts,
-        gating=cfg.gating,
-        numerics=num,
-        impl=impl,
-    )
-    mixed = _experts(h, weights, experts, w, cfg, parallel)
+    weights, used, experts = routing.route(logits, w['balance'], given, cfg)
+    mixed = _experts(h, weights, used, w, cfg, parallel)
+    if weigh:
+      experts = routing.Routes(experts, weights)
     out = mixed if out is None else num.cast(out + num.keep(mixed))
   return out, experts
 

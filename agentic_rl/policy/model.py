@@ -110,9 +110,7 @@ class Policy(nnx.Module):
       parallel: mesh.Parallel = mesh.SINGLE,
   ):
     make = _Maker(cfg, rngs, parallel)
-    self.embedding = make.normal(
-        (cfg.vocab, cfg.width), ('vocab', 'embed'), 1
-    )
+    self.embedding = make.normal((cfg.vocab, cfg.width), ('vocab', 'embed'), 1)
     self.first = nnx.List(
         [Layer(cfg, (), False, make) for _ in range(cfg.dense_layers)]
     )
@@ -142,7 +140,6 @@ def init(
   Raises:
     ValueError: if the mesh can not cut a weight.
   """
-
   if parallel.mesh is not None:
     shapes = jax.eval_shape(lambda: init(cfg, seed))
     mesh.check(parallel, shapes, logical_axes(cfg))

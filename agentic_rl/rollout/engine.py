@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from agentic_rl.parallel import mesh
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import identity
 from agentic_rl.policy import model
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import paged_kv
 from kernels_pallas import numerics as nx
@@ -38,6 +39,8 @@ class Sampling:
     temperature: 0 is greedy.
     top_k: 0 for all tokens.
     top_p: in (0, 1].
+    keep_support: record, with each token, the tokens that top-k and top-p left,
+      and its log-prob among them; needs a top_k.
 
   Raises:
     ValueError: on a value outside its range.
@@ -46,9 +49,12 @@ class Sampling:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  keep_support: bool = False
 
   def __post_init__(self):
-    head_ops.check_sampling(self.temperature, self.top_k, self.top_p)
+    head_ops.check_sampling(
+        self.temperature, self.top_k, self.top_p, self.keep_support
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Drawn:
   token: int
   logp: float
   likeliest: tuple[int, ...] = ()
+  support: np.ndarray | None = None  # int32 [k], if it is recorded
 
 
 @dataclasses.dataclass
@@ -109,6 +116,7 @@ class Engine:
     sampling: how tokens are drawn, fixed for the engine's programs.
     likeliest: report so many of the likeliest tokens with each draw; 0 outside
       diagnostics.
+    route_weights: record the weights of the experts, too.
 
   Attributes:
     greedy: draw the likeliest token instead, in the same programs.
@@ -130,6 +138,7 @@ class Engine:
       steps: Sequence[tuple[int, int]] = (),
       sampling: Sampling = Sampling(),
       likeliest: int = 0,
+      route_weights: bool = False,
   ):
     self.cfg = cfg
     self.max_sequences = max_sequences
@@ -150,7 +159,10 @@ class Engine:
     self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
-    self._step = step_program(cfg, sampling, likeliest, mesh.SINGLE)
+    self._step = step_program(
+        cfg, sampling, likeliest, route_weights, mesh.SINGLE
+    )
+    self._route_dtype = routing.RECORD if route_weights else np.int16
 
   def load_params(self, weights: Any, version: int) -> None:
     """Takes the weights of a version; pages of others become misses.
@@ -259,20 +271,21 @@ class Engine:
     if self._pool is None:
       self._pool = forward_lib.init_pool(self.cfg, self.pages.num_pages)
     batch, samplers = self.stage(chunks, size)
-    self._pool, *found = self._step(
+    self._pool, found = self._step(
         self._weights,
         self._pool,
         batch,
         np.uint32(self._seed),
         np.float32(not self.greedy),
     )
-    return self.book(chunks, samplers, *map(np.asarray, found))
+    return self.book(chunks, samplers, jax.device_get(found))
 
   def release(self, slot: int) -> tuple[list[int], np.ndarray]:
     """Closes a sequence; its full pages stay known.
 
     Returns:
-      Its tokens and the routes [T, L_moe, topk], -1 for tokens never read.
+      Its tokens and the routes [T, L_moe, topk], -1 for tokens never read; an
+      array of `routing.RECORD` if weights are recorded.
     """
     seq = self._sequence(slot)
     for page in reversed(seq.pages):  # a tail is evicted before its beginning
@@ -281,7 +294,7 @@ class Engine:
     self._reserved -= self.cfg.pages_per_sequence
     cfg = self.cfg
     shape = (len(seq.tokens), cfg.moe_layers, cfg.topk_experts)
-    routes = np.full(shape, -1, np.int16)
+    routes = np.full(shape, -1, self._route_dtype)
     if seq.routes:
       known = np.concatenate(seq.routes)
       routes[: len(known)] = known
@@ -350,8 +363,8 @@ class Engine:
         if seq is not None and _pending(seq)
     ]
     work.sort(key=lambda item: len(item[1].tokens) - item[1].done > 1)
-    for size, shape in enumerate(self.steps):
-      chunks, whole = _fill(work, shape)
+    for size in range(len(self.steps)):
+      chunks, whole = _fill(work, self.steps[size])
       if whole:
         break
     return chunks, size
@@ -419,20 +432,22 @@ class Engine:
     writes = forward_lib.Writes(pages, positions % size, finished)
     return (tokens, layout, writes, rows, ids, forced), samplers
 
-  def book(self, chunks, samplers, tokens, logps, routes, likeliest):
+  def book(self, chunks, samplers, found) -> list[Drawn]:
     """Books what a step computed and drew.
 
     Args:
       chunks: from `schedule`.
       samplers: from `stage`.
-      tokens: int32, drawn tokens in the order of the samplers.
-      logps: float32, their log-probs.
-      routes: int16 [T, L_moe, topk].
-      likeliest: int32, likeliest tokens beside each drawn one.
+      found: of the step, as NumPy arrays: drawn tokens and their log-probs in
+        the order of the samplers, routes [T, L_moe, topk] (with weights:
+        `routing.Routes`), the likeliest tokens and the support, or None.
 
     Returns:
       What was drawn.
     """
+    tokens, logps, routes, likeliest, support = found
+    if self._route_dtype == routing.RECORD:
+      routes = routing.join(*routes)
     self._advance(chunks, routes)
     drawn = []
     for i, slot in enumerate(samplers):
@@ -441,7 +456,8 @@ class Engine:
       if seq.forced:
         seq.forced.popleft()
       best = tuple(likeliest[i].tolist())
-      drawn.append(Drawn(slot, int(tokens[i]), logps[i], best))
+      among = None if support is None else support[i]
+      drawn.append(Drawn(slot, int(tokens[i]), logps[i], best, among))
     self._counts['decoded'] += len(drawn)
     return drawn
 
@@ -465,6 +481,25 @@ class Engine:
       page_routes = known[i * size : (i + 1) * size]
       self.pages.remember(seq.pages[i], keys[i], page_routes)
     seq.keys = keys
+
+
+def supports(by_place: Mapping[int, np.ndarray | None], count: int):
+  """Returns int32 [count, k] of the supports of some places, -1 elsewhere.
+
+  Args:
+    by_place: int32 [k] by place; None where it was not recorded.
+    count: tokens of the sequence.
+
+  Returns:
+    None if none was recorded.
+  """
+  known = {p: x for p, x in by_place.items() if x is not None}
+  if not known:
+    return None
+  rows = np.stack(list(known.values()))
+  out = np.full((count, rows.shape[1]), -1, np.int32)
+  out[list(known)] = rows
+  return out
 
 
 def _pending(seq: _Sequence) -> bool:
@@ -510,6 +545,7 @@ def step_program(
     cfg: PolicyConfig,
     sampling: Sampling,
     likeliest: int,
+    route_weights: bool,
     parallel: mesh.Parallel,
 ):
   """Compiles one step: forward, then a draw for the rows that ask for one.
@@ -518,12 +554,12 @@ def step_program(
     cfg: shape of the policy.
     sampling: how tokens are drawn.
     likeliest: likeliest tokens to report with each draw.
-    parallel: the mesh; then the inputs from `Engine.stage`, and the results, have
-      a first axis of devices, and so has the pool's.
+    route_weights: whether routes carry the experts' weights.
+    parallel: the mesh; then the inputs from `Engine.stage`, and what is found,
+      have a first axis of devices, and so have the pool's pages.
 
   Returns:
-    (weights, pool, inputs, seed, noise) -> (pool, tokens, log-probs, routes,
-    likeliest).
+    (weights, pool, inputs, seed, noise) -> (pool, found); see `Engine.book`.
   """
 
   def step(weights, pool, batch, seed, noise):
@@ -531,7 +567,14 @@ def step_program(
       batch = jax.tree.map(lambda a: a[0], batch)
     tokens, layout, writes, rows, ids, forced = batch
     x, routes, pool = forward_lib.forward(
-        weights, tokens, layout, cfg, pool, writes, parallel
+        weights,
+        tokens,
+        layout,
+        cfg,
+        pool,
+        writes,
+        parallel,
+        route_weights=route_weights,
     )
     x = x.at[rows].get(mode='fill', fill_value=0)
     key = jax.random.key(seed)
@@ -540,7 +583,7 @@ def step_program(
       return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
 
     w = forward_lib.head(weights, cfg, parallel)
-    drawn, logp = head_ops.sample(
+    drawn, logp, *support = head_ops.sample(
         x,
         w,
         jax.vmap(fold)(ids),
@@ -549,18 +592,24 @@ def step_program(
         top_p=sampling.top_p,
         noise=noise,
         forced_T=forced,
+        keep_support=sampling.keep_support,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )
+    routes = jax.tree.map(lambda a: a.transpose(1, 0, 2), routes)
+    if route_weights:
+      routes = routes._replace(experts=routes.experts.astype(jnp.int16))
+    else:
+      routes = routes.astype(jnp.int16)
     best = head_ops.likeliest(
         x, w, likeliest, numerics=cfg.numerics, impl=cfg.impl
     )
-    found = drawn, logp, routes.transpose(1, 0, 2).astype(jnp.int16), best
+    found = drawn, logp, routes, best, support[0] if support else None
     if parallel.mesh is not None:
       found = jax.tree.map(lambda a: a[None], found)
-    return pool, *found
+    return pool, found
 
   whole, own = PartitionSpec(), PartitionSpec(mesh.AXES)
   weights = parallel.specs(model.logical_axes(cfg))
-  step = parallel.map(step, (weights, own, own, whole, whole), (own,) * 5)
+  step = parallel.map(step, (weights, own, own, whole, whole), (own, own))
   return nx.jit(step, exact=cfg.exact, donate_argnums=(1,))

@@ -32,6 +32,7 @@ class Engines:
     pool_pages: KV pages of all engines together; 0 for enough.
     sampling: how tokens are drawn.
     likeliest: see `Engine`.
+    route_weights: see `Engine`.
 
   Raises:
     ValueError: if the sizes do not fit.
@@ -47,6 +48,7 @@ class Engines:
       pool_pages: int = 0,
       sampling: engine_lib.Sampling,
       likeliest: int = 0,
+      route_weights: bool = False,
   ):
     if engines < 1 or max_sequences % engines:
       raise ValueError(
@@ -62,6 +64,7 @@ class Engines:
             pool_pages=pool_pages // engines,
             sampling=sampling,
             likeliest=likeliest,
+            route_weights=route_weights,
         )
         for _ in range(engines)
     ]
@@ -181,6 +184,7 @@ class MeshEngines(Engines):
     pool_pages: KV pages on all devices together; 0 for enough.
     sampling: how tokens are drawn.
     likeliest: see `Engine`.
+    route_weights: see `Engine`.
 
   Raises:
     ValueError: if the sizes do not fit.
@@ -196,6 +200,7 @@ class MeshEngines(Engines):
       pool_pages: int = 0,
       sampling: engine_lib.Sampling,
       likeliest: int = 0,
+      route_weights: bool = False,
   ):
     if max_sequences % parallel.size():
       raise ValueError(
@@ -210,9 +215,12 @@ class MeshEngines(Engines):
         pool_pages=pool_pages,
         sampling=sampling,
         likeliest=likeliest,
+        route_weights=route_weights,
     )
     self._seed = np.uint32(seed)
-    self._step = engine_lib.step_program(cfg, sampling, likeliest, parallel)
+    self._step = engine_lib.step_program(
+        cfg, sampling, likeliest, route_weights, parallel
+    )
     pages = self._engines[0].pages.num_pages
     one = jax.eval_shape(lambda: forward_lib.init_pool(cfg, pages))
     shapes = [(parallel.size() * a.shape[0], *a.shape[1:]) for a in one]
@@ -235,7 +243,7 @@ class MeshEngines(Engines):
         for engine, (chunks, _) in zip(self._engines, plans)
     ]
     batch = jax.tree.map(lambda *a: np.stack(a), *(b for b, _ in staged))
-    self._pool, *found = self._step(
+    self._pool, found = self._step(
         self._engines[0].weights,
         self._pool,
         batch,
@@ -245,8 +253,7 @@ class MeshEngines(Engines):
     found = jax.device_get(found)
     out = []
     for index, engine in enumerate(self._engines):
-      drawn = engine.book(
-          plans[index][0], staged[index][1], *(a[index] for a in found)
-      )
+      own = jax.tree.map(lambda a, i=index: a[i], found)
+      drawn = engine.book(plans[index][0], staged[index][1], own)
       out += [self._numbered(index, d) for d in drawn]
     return out

@@ -90,7 +90,9 @@ def check(fields, sampled_on, learned_on, count=40):
     # Gradients are summed in another order: close, not equal.
     for name in ('loss', 'grad_norm', 'learner_tokens', 'router/max_load'):
       np.testing.assert_allclose(stats[name], expected[name], rtol=2e-4)
-    gap = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (new, other)))]
+    gap = [
+        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (new, other)))
+    ]
     assert max(gap) < (2e-5 if cfg.precision == 'float32' else 2e-2)
 
 
