@@ -17,6 +17,7 @@ from jax import lax
 
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas.block_selection import ops as selection
+from kernels_pallas.fp8_matmul import ops as fp8
 from kernels_pallas.grouped_matmul import ops as grouped
 from kernels_pallas.matmul import ops as dense
 from kernels_pallas.paged_attention import ops as attention
@@ -131,7 +132,8 @@ def _layer(x, pool, w, index, kind, *, layout, cfg, writes):
 
 def _project(x, w, cfg):
   num = cfg.numerics
-  return num.cast(dense.matmul(x, w, numerics=num, impl=cfg.impl))
+  product = fp8.fp8_matmul if num.quantized else dense.matmul
+  return num.cast(product(x, w, numerics=num, impl=cfg.impl))
 
 
 def _attention(h, pool, w, index, kind, layout, cfg, writes):
@@ -224,7 +226,10 @@ def _feed_forward(h, w, cfg):
     )
     plan = grouped.plan(experts, cfg.experts)
     product = functools.partial(
-        grouped.grouped_matmul, plan_=plan, numerics=num, impl=impl
+        fp8.fp8_grouped_matmul if num.quantized else grouped.grouped_matmul,
+        plan_=plan,
+        numerics=num,
+        impl=impl,
     )
     a = num.cast(product(grouped.dispatch(h, plan), w['expert_in']))
     half = a.shape[1] // 2
