@@ -20,6 +20,7 @@ from agentic_rl.policy import model
 from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas.block_selection import ops as selection
+from kernels_pallas.fp8_matmul import ops as fp8
 from kernels_pallas.grouped_matmul import ops as grouped
 from kernels_pallas.matmul import ops as dense
 from kernels_pallas.paged_attention import layout as layouts
@@ -201,7 +202,8 @@ def _layer_axes(cfg, name: str, i: int) -> dict[str, Any]:
 
 def _project(x, w, cfg):
   num = cfg.numerics
-  return num.cast(dense.matmul(x, w, numerics=num, impl=cfg.impl))
+  product = fp8.fp8_matmul if num.quantized else dense.matmul
+  return num.cast(product(x, w, numerics=num, impl=cfg.impl))
 
 
 def _attention(h, pool, w, index, kind, layout, cfg, writes, parallel):
@@ -331,7 +333,10 @@ def _experts(h, weights_Tk, experts_Tk, w, cfg, parallel):
 def _expert_rows(x, plan, w, cfg):
   num, impl = cfg.numerics, cfg.impl
   product = functools.partial(
-      grouped.grouped_matmul, plan_=plan, numerics=num, impl=impl
+      fp8.fp8_grouped_matmul if num.quantized else grouped.grouped_matmul,
+      plan_=plan,
+      numerics=num,
+      impl=impl,
   )
   a = num.cast(product(grouped.dispatch(x, plan), w['expert_in']))
   half = a.shape[1] // 2

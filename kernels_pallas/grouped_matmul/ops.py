@@ -201,6 +201,18 @@ def combine_slots(y_TkD, weights_Tk, *, numerics: nx.Numerics):
   return total
 
 
+def check_shapes(x_RD, w_EDF, plan_: Plan) -> None:
+  """Raises ValueError unless rows, matrices and plan fit each other."""
+  rows = plan_.slot_of_row_R.shape[0]
+  if w_EDF.ndim != 3:
+    raise ValueError(f'w_EDF {w_EDF.shape}: expected [E, D, F]')
+  if x_RD.shape != (rows, w_EDF.shape[1]):
+    raise ValueError(
+        f'x_RD {x_RD.shape}: the plan and w_EDF {w_EDF.shape} need'
+        f' {(rows, w_EDF.shape[1])}'
+    )
+
+
 def grouped_matmul(
     x_RD, w_EDF, plan_: Plan, *, numerics: nx.Numerics, impl: str = 'auto'
 ):
@@ -222,14 +234,7 @@ def grouped_matmul(
   Raises:
     ValueError: on shapes that do not fit, or that 'pallas' does not take.
   """
-  rows = plan_.slot_of_row_R.shape[0]
-  if w_EDF.ndim != 3:
-    raise ValueError(f'w_EDF {w_EDF.shape}: expected [E, D, F]')
-  if x_RD.shape != (rows, w_EDF.shape[1]):
-    raise ValueError(
-        f'x_RD {x_RD.shape}: the plan and w_EDF {w_EDF.shape} need'
-        f' {(rows, w_EDF.shape[1])}'
-    )
+  check_shapes(x_RD, w_EDF, plan_)
   fun = nx.choose(impl, IMPLS, 'grouped_matmul')
   return _grouped(x_RD, w_EDF, plan_.expert_of_tile, fun, numerics)
 
