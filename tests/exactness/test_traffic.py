@@ -62,7 +62,7 @@ MORE_ARMS = {
         | WIDER
         | dict(precision='fp8', pattern='wbf', layers=4, dense_layers=1)
         | dict(dense_width=128, shared_width=16, remat=True),
-        [(check_forward, WIDE), (check_update, NARROW)],
+        [(arms.check_forward, WIDE), (arms.check_update, NARROW)],
     ),
     'float32-mixed-layers': (
         SMALL
@@ -120,7 +120,7 @@ FP8 = SMALL | dict(
 def test_no_bit_differs_with_products_of_eight_bits(impl):
   cfg = samples.config(**FP8, impl=impl)
   scripts = samples.traffic(cfg, 60, 9)
-  compare(f'fp8-{impl}', cfg, scripts, [(check_update, NARROW)])
+  compare(f'fp8-{impl}', cfg, scripts, [(arms.check_update, NARROW)])
 
 
 @pytest.mark.slow
