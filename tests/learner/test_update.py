@@ -286,7 +286,7 @@ def test_memory_grows_with_the_tokens_that_need_a_log_prob(trained):
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
   program = jax.make_jaxpr(
       lambda w, b: jax.value_and_grad(update._objective, has_aux=True)(
-          w, b, None, np.float32(1), cfg, one.loss
+          w, b, None, np.float32(1), cfg, one.loss, one.parallel
       )
   )(shapes, inputs)
   largest = max(kernel_samples.biggest(program.jaxpr))
@@ -388,7 +388,7 @@ def test_supervised_text_lowers_its_loss(weights):
 @pytest.mark.parametrize(
     'options, message',
     [
-        (dict(row_tokens=60), 'whole pages of 8'),
+        (dict(row_tokens=60), 'a multiple of page=8'),
         (dict(rows=1, row_tokens=72), 'whole tiles of 64'),
         (dict(rows=2, row_tokens=32), 'row_tokens=32: .* max_context=64'),
         (dict(name='dpo'), "loss 'dpo': allowed are"),

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from agentic_rl import numerics
 from agentic_rl.learner import optimizer as optimizer_lib
+from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import forward as forward_lib
@@ -189,7 +190,9 @@ def test_the_forward_sums_nothing_across_devices():
   assert 'collective_permute' in text  # the window's halo
   assert numerics.order_sensitive_reductions(text) == []
 
-  program = engine_lib.step_program(cfg, engine_lib.Sampling(), 0, parallel)
+  program = engine_lib.step_program(
+      cfg, engine_lib.Sampling(), 0, False, parallel
+  )
   engine = engine_lib.Engine(cfg, 0, max_sequences=4)
   inputs, _ = engine.stage([], 0)
   stacked = jax.tree.map(lambda a: np.stack([a] * 8), inputs)
@@ -203,7 +206,5 @@ def test_the_forward_sums_nothing_across_devices():
 
 
 def _example(cfg):
-  from agentic_rl.learner import pack
-
   tokens = np.arange(40, dtype=np.int32) % cfg.vocab
-  return pack.from_text(tokens, np.ones(40, np.float32))
+  return pack_lib.from_text(tokens, np.ones(40, np.float32))
