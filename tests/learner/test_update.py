@@ -285,9 +285,7 @@ def test_memory_grows_with_the_tokens_that_need_a_log_prob(trained):
   assert inputs['rows'].size == (count // 2 if half else count)
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
   sums = jax.eval_shape(functools.partial(update.Sums.zeros, cfg), shapes)
-  program = jax.make_jaxpr(
-      lambda w, s, b: one._accumulate(w, None, s, b, np.float32(1))
-  )(shapes, sums, inputs)
+  program = one._accumulate.trace(shapes, None, sums, inputs, np.float32(1))
   largest = max(kernel_samples.biggest(program.jaxpr))
   assert largest < count * cfg.vocab // 4
 
