@@ -28,6 +28,7 @@ from agentic_rl.learner import update
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.policy import config as policy_config
+from agentic_rl.policy import model
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import engine as engine_lib
@@ -69,7 +70,7 @@ _LEAST = {
 _SEEDS = 1 << 32  # a seed is a 32-bit number in the samplers' keys
 # Fields that may change between the runs of one work directory.
 FREE = (
-    'evaluation.every', 'checkpoint', 'alerts', 'env_pool',
+    'evaluation.every', 'checkpoint', 'alerts', 'env_pool', 'mesh',
     'learner.on_mismatch',
 )  # fmt: skip
 ON_MISMATCH = ('warn', 'skip', 'stop')  # see `monitor`
@@ -281,6 +282,8 @@ def _build(run: Run) -> None:
   source = _source(run)
   if source is not None:
     source.check(run.policy, run.heldout)
+  shapes = jax.eval_shape(lambda: model.init(run.policy, 0))
+  mesh.check(run.parallel, shapes, model.logical_axes(run.policy))
   nx.choose(run.policy.impl, row_ops.IMPLS, 'policy')
   if 0 < config.rollout.pool_pages < config.rollout.engines:
     raise ValueError(

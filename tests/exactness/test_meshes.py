@@ -104,19 +104,18 @@ def test_another_mesh_finds_the_same_bits():
   )
 
 
-MESHES = {
-    'data=8': ['context=8', 'data=2,expert=4'],
-    'data=2,expert=4': ['data=8', 'fsdp=8'],
-    'fsdp=8': ['fsdp=2,context=4', 'expert=4,context=2'],
-    'data=2,context=4': ['data=2,fsdp=2,expert=2'],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('sampled_on', MESHES)
-def test_meshes_against_meshes(sampled_on, precision):
-  check(SMALL | dict(precision=precision), sampled_on, MESHES[sampled_on], 120)
+@pytest.mark.parametrize(
+    ('precision', 'sampled_on', 'learned_on'),
+    [
+        ('float32', 'data=8', ['context=8', 'data=2,expert=4']),
+        ('bfloat16', 'data=2,expert=4', ['data=8', 'fsdp=2,context=4']),
+        ('bfloat16', 'fsdp=8', ['data=2,fsdp=2,expert=2']),
+        ('fp8', 'data=2,context=2', ['fsdp=2,expert=2']),
+    ],
+)
+def test_meshes_against_meshes(precision, sampled_on, learned_on):
+  check(SMALL | dict(precision=precision), sampled_on, learned_on, 120)
 
 
 @pytest.mark.slow
