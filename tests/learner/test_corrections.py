@@ -11,6 +11,8 @@ import pytest
 from agentic_rl.learner import corrections
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
+from configs import common
+from configs import swe
 
 LOG2 = np.log(2)
 # Two sequences: ratios 2, 1/2, 3 and 1/2, 1/4; one token was not drawn.
@@ -223,6 +225,23 @@ def test_anchors_and_weights_in_the_gradient():
 def test_bad_choices(options, match):
   with pytest.raises(ValueError, match=match):
     update.LossConfig(**options)
+
+
+def test_the_config_offers_every_correction():
+  """By name, with the function's own defaults; the chosen one does nothing."""
+  config = swe.get_config().learner
+  loss = update.LossConfig(
+      config.loss.name,
+      anchor=config.anchor,
+      correction=config.correction.name,
+      routing_replay=config.routing_replay,
+  )
+  assert loss == update.LossConfig()
+  for name, fun in corrections.CORRECTIONS.items():
+    config.correction.name = name
+    options = common.options(config.correction)
+    assert options == (fun.__kwdefaults__ or {})
+    corrections.check(name, options, 'learner')
 
 
 def test_sequences_of_packed_rows():

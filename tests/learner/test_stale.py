@@ -135,21 +135,25 @@ def test_the_true_gradient_is_that_of_the_expected_reward(table):
 
 def test_corrections_cut_the_bias_they_claim_to_cut(table):
   bias = {arm: row[0] for arm, row in table.items()}
-  assert bias['none'] > 0.3
-  assert bias['sequence 1e+06'] < 1e-5  # unbiased without a cap that binds
+  assert bias['none'] > 1
+  assert bias['sequence 1e+06'] < 1e-4  # unbiased without a cap that binds
   # Tokens alone: the prefix is still that of the stale policy.
-  assert 0.05 < bias['token 1e6'] < 0.75 * bias['none']
-  assert bias['token 2'] < 0.9 * bias['none']
+  assert 0.2 < bias['token 1e6'] < 0.4 * bias['none']
+  assert bias['token 2'] < 0.4 * bias['none']
+  assert bias['mask token'] < 0.4 * bias['none']
+  assert bias['mask sequence'] < 0.3 * bias['none']
+  # No importance weight, and it shows.
+  assert 0.6 < bias['mask geometric'] < 0.9 * bias['none']
 
 
 def test_truncation_trades_variance_for_bias(table):
   arms = [table[f'sequence {cap:g}'] for cap in (1e6, 8.0, 4.0, 2.0, 1.0)]
   biases, variances = [a[0] for a in arms], [a[1] for a in arms]
-  assert biases == sorted(biases) and biases[-1] > 0.1
+  assert biases == sorted(biases) and biases[-1] > 0.4
   assert variances == sorted(variances, reverse=True)
-  assert variances[0] > 1.3 * variances[-1]
+  assert variances[0] > 3 * variances[-1]
   # What the product costs beside single tokens.
-  assert variances[0] > 1.1 * table['token 1e6'][1]
+  assert variances[0] > 1.4 * table['token 1e6'][1]
 
 
 def test_samples_agree_with_the_enumeration(table):
@@ -158,7 +162,7 @@ def test_samples_agree_with_the_enumeration(table):
   for arm in ('none', 'token 1e6', 'sequence 1e+06', 'sequence 2'):
     bias, _, (truth, own, p) = table[arm]
     gap = p @ own - truth
-    if bias < 1e-5:  # no direction of its own: that of the uncorrected one
+    if bias < 1e-4:  # no direction of its own: that of the uncorrected one
       _, _, (_, plain, _) = table['none']
       gap = p @ plain - truth
     direction = gap / np.linalg.norm(gap) / np.linalg.norm(truth)
@@ -174,7 +178,7 @@ def test_samples_agree_with_the_enumeration(table):
     if arm == 'sequence 1e+06':
       assert abs(mean) < 2.5 * half + 1e-3
     else:
-      assert mean - half > 0.02  # a bias that the samples can see
+      assert mean - half > 0.2  # a bias that the samples can see
 
 
 # The same with a real policy, packed rows and the learner's gradient program.

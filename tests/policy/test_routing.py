@@ -266,3 +266,6 @@ def test_packing_keeps_unknown_routes_unknown():
   assert (found['routes'][:7] == 1).all() and (found['routes'][7:] == -1).all()
   assert (found['route_weights'][:7] == 1).all()
   assert (found['route_weights'][7:] == -1).all()
+  with pytest.raises(ValueError, match='all or none must have weights'):
+    mixed = [example(known), example(known['expert'])]
+    pack_lib.pack(mixed, row_tokens=64, page=8, rows=1)
