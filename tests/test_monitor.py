@@ -133,6 +133,8 @@ def break_sampler(monkeypatch, version, when):
 
 def run(workdir, on_mismatch='stop', **values):
   config = common.load(f'{ROOT}/configs/forkme.py:iterations=3')
+  with config.unlocked():
+    config.policy.update(layers=2, pattern='wb')  # half the compilation
   values = {
       'warm_start.steps': 0,
       'env_pool.workers': 1,
@@ -221,6 +223,7 @@ def test_skip_leaves_weights_and_optimizer_alone(
   assert wrong == [0, when == 'before', 0]
 
 
+@pytest.mark.slow
 def test_warn_says_so_and_goes_on(whole, tmp_path, monkeypatch):
   break_sampler(monkeypatch, 1, 'after')
   workdir = tmp_path / 'run'
@@ -246,6 +249,7 @@ def test_other_weights_stop_the_run_before_it_samples(tmp_path, monkeypatch):
   assert any(name.startswith('weights') for name in saved)
 
 
+@pytest.mark.slow
 def test_engines_that_hold_copies_report_their_bytes(tmp_path, monkeypatch):
   """Copies have the same hash, and are no longer the learner's memory."""
   load = engine_lib.Engine.load_params
