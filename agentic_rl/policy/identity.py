@@ -7,6 +7,7 @@ any sharding and on any mesh, and costs one pass over the weights.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any, Sequence
 
@@ -33,7 +34,7 @@ def weights_hash(weights: Any) -> str:
   Raises:
     ValueError: if an element has another size.
   """
-  parts = []
+  named, seeds = {}, {}
   for path, leaf in jax.tree.leaves_with_path(weights):
     name = jax.tree_util.keystr(path)
     if leaf.dtype.itemsize not in _WORDS:
@@ -41,9 +42,9 @@ def weights_hash(weights: Any) -> str:
           f'{name} of dtype {leaf.dtype}: elements of {sorted(_WORDS)} bytes are'
           ' allowed'
       )
-    parts.append(_sums(leaf, _seed(f'{name} {leaf.shape} {leaf.dtype}')))
-  sums = np.asarray(jax.device_get(parts), np.uint32)
-  return ''.join(f'{x:08x}' for x in sums.sum(0, np.uint32).tolist())
+    named[name] = leaf
+    seeds[name] = _seed(f'{name} {leaf.shape} {leaf.dtype}')
+  return ''.join(f'{x:08x}' for x in jax.device_get(_sums(named, seeds)))
 
 
 def bytes_moved(source: Any, copies: Sequence[Any]) -> int:
@@ -79,18 +80,17 @@ def _seed(name: str) -> np.uint32:
 
 
 @jax.jit
-def _sums(leaf, seed) -> tuple[jax.Array, jax.Array]:
-  """Returns a leaf's part of both sums, uint32."""
+def _sums(leaves, seeds) -> tuple[jax.Array, jax.Array]:
+  """Returns both sums over all leaves, uint32."""
+  parts = [_sums_of(leaf, seeds[name]) for name, leaf in leaves.items()]
+  return tuple(functools.reduce(jnp.add, sums) for sums in zip(*parts))
+
+
+def _sums_of(leaf, seed):
   words = lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize])
   words = words.astype(jnp.uint32)
   terms = _mix(words ^ _mix(_places(words.shape) + seed))
-  zero = np.uint32(0)
-  return lax.reduce(
-      (terms, _mix(terms + seed)),
-      (zero, zero),
-      lambda x, y: (x[0] + y[0], x[1] + y[1]),
-      tuple(range(words.ndim)),
-  )
+  return terms.sum(dtype=jnp.uint32), _mix(terms + seed).sum(dtype=jnp.uint32)
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:

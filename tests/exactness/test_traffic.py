@@ -57,6 +57,13 @@ MORE_ARMS = {
         SMALL | dict(precision='bfloat16'),
         [(arms.check_forward, WIDE), (arms.check_update, NARROW)],
     ),
+    'fp8-mixed-layers-remat': (
+        SMALL
+        | WIDER
+        | dict(precision='fp8', pattern='wbf', layers=4, dense_layers=1)
+        | dict(dense_width=128, shared_width=16, remat=True),
+        [(arms.check_forward, WIDE), (arms.check_update, NARROW)],
+    ),
     'float32-mixed-layers': (
         SMALL
         | dict(pattern='wbf', layers=4, dense_layers=1, dense_width=48)
@@ -93,6 +100,27 @@ def test_no_bit_differs_with_sinks(precision, impl):
   compare(
       f'sinks-{precision}-{impl}', cfg, scripts, [(arms.check_update, NARROW)]
   )
+
+
+# Two blocks of rows, or of columns, in every matrix.
+FP8 = SMALL | dict(
+    precision='fp8',
+    layers=2,
+    width=256,
+    heads=4,
+    kv_heads=2,
+    head_width=32,
+    expert_width=32,
+)
+
+
+@pytest.mark.parametrize(
+    'impl', ['xla', pytest.param('pallas', marks=pytest.mark.slow)]
+)
+def test_no_bit_differs_with_products_of_eight_bits(impl):
+  cfg = samples.config(**FP8, impl=impl)
+  scripts = samples.traffic(cfg, 60, 9)
+  compare(f'fp8-{impl}', cfg, scripts, [(arms.check_update, NARROW)])
 
 
 @pytest.mark.slow
@@ -147,9 +175,9 @@ def test_one_wrong_weight_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'fp8'])
 def test_no_bit_differs_in_the_default_shape(precision):
-  """Eight layers of width 128; the two precisions compare 10^5 tokens."""
+  """Eight layers of width 128; two precisions compare 10^5 tokens."""
   cfg = config_lib.PolicyConfig(precision=precision)
   scripts = samples.traffic(cfg, 720)
   assert sum(sum(s.draws) for s in scripts) >= 50_000

@@ -98,6 +98,7 @@ def sampler(cfg):
         temperature=0.9,
         top_k=20,
         top_p=0.9,
+        forced_T=index(TOKENS) - 1,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )

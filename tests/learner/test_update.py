@@ -285,9 +285,7 @@ def test_memory_grows_with_the_tokens_that_need_a_log_prob(trained):
   assert inputs['rows'].size == (count // 2 if half else count)
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
   sums = jax.eval_shape(functools.partial(update.Sums.zeros, cfg), shapes)
-  program = jax.make_jaxpr(
-      lambda w, s, b: one._accumulate(w, None, s, b, np.float32(1))
-  )(shapes, sums, inputs)
+  program = one._accumulate.trace(shapes, None, sums, inputs, np.float32(1))
   largest = max(kernel_samples.biggest(program.jaxpr))
   assert largest < count * cfg.vocab // 4
 
@@ -387,7 +385,7 @@ def test_supervised_text_lowers_its_loss(weights):
 @pytest.mark.parametrize(
     'options, message',
     [
-        (dict(row_tokens=60), 'whole pages of 8'),
+        (dict(row_tokens=60), 'a multiple of page=8'),
         (dict(rows=1, row_tokens=72), 'whole tiles of 64'),
         (dict(rows=2, row_tokens=32), 'row_tokens=32: .* max_context=64'),
         (dict(name='dpo'), "loss 'dpo': allowed are"),
