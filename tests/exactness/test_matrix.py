@@ -220,7 +220,7 @@ def test_a_million_positions():
         assert check(weights, arms.shuffled(examples)) == (drawn, 0, 0)
         positions += drawn
       tokens += drawn
-    assert engine.pages.hits > 1000 and engine.pages.misses > 10_000
+    assert engine.pages.hits > 100 and engine.pages.misses > 10_000
     print(f'{precision}: {positions} positions')
     total += positions
   print(f'{total} positions of {tokens} tokens')
