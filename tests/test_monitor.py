@@ -141,6 +141,10 @@ def run(workdir, on_mismatch='stop', **values):
       'evaluation.tasks': 1,
       'evaluation.greedy_tasks': 1,
       'checkpoint.keep': 9,
+      # Weights move whatever the rewards; no rollout is cut on a slow machine.
+      'learner.entropy': 0.01,
+      'rollout.deadline_s': 3000.0,
+      'env_pool.deadline_s': 600.0,
       'learner.on_mismatch': on_mismatch,
   } | {k.replace('__', '.'): v for k, v in values.items()}
   return train.train(common.override(config, values), workdir)
