@@ -442,6 +442,19 @@ def test_the_support_of_a_draw_is_replayed(options):
   assert lost.mean() > 0.5  # without replay these ratios would be zero
 
 
+def test_a_forced_token_outside_the_support():
+  """It could not be drawn: its log-prob is among all tokens."""
+  x, w = rows_of([0, math.log(2), math.log(5)])
+  forced = np.resize(np.int32([0, 1, 2, -1]), ROWS)
+  fun = sampler(keep_support=True, top_k=2, forced_T=forced)
+  tokens, logp, kept = fun(x, w, keys(ROWS))
+  np.testing.assert_array_equal(tokens[:3], [0, 1, 2])
+  np.testing.assert_array_equal(kept[:3], [[-1, -1], [2, 1], [2, 1]])
+  expected = [math.log(1 / 8), math.log(2 / 7), math.log(5 / 7)]
+  np.testing.assert_allclose(logp[:3], expected, rtol=1e-6)
+  assert set(np.asarray(tokens[3::4])) <= {1, 2}
+
+
 def test_bad_supports():
   x, w = rows_of([0, 1])
   y = jnp.zeros(ROWS, jnp.int32)

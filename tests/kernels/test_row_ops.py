@@ -195,8 +195,8 @@ def test_router_weights(gating, impl):
 
   weights, experts, slope = nx.jit(free)(*args)
   again, same_slope = nx.jit(given)(args[0], experts)
-  samples.same_bits(again, weights)
-  samples.same_bits(same_slope, slope)
+  (samples.same_bits if impl in FAST else samples.close)(again, weights)
+  samples.close(same_slope, slope)
   # Foreign experts, in another order of slots: plain differentiation.
   others = np.random.default_rng(3).random((70, 8)).argsort(-1)[:, :3]
   expected = jax.vjp(

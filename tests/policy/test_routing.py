@@ -107,7 +107,9 @@ def test_foreign_routes_go_to_the_foreign_experts(weights, free):
   for given in (None, values):
     x, own, used = program()(weights, experts, given)
     logits = np.asarray(x) @ np.asarray(weights['head'])
-    z = plain.decoder(weights, TOKENS, CFG, 1.0, routes=experts, shares=given)
+    z = jax.jit(lambda w, s: plain.decoder(w, TOKENS, CFG, 1.0, experts, s))(
+        weights, given
+    )
     np.testing.assert_allclose(jax.nn.log_softmax(logits), z, atol=2e-4)
     if given is not None:
       np.testing.assert_array_equal(bits(used), bits(given))
@@ -191,7 +193,7 @@ def test_engine_and_learner_record_and_replay(weights):
 
   @functools.cache
   def logps(mode):
-    fun = lambda w, b: update.policy_logprobs(w, b, CFG, 1.0, mode)
+    fun = lambda w, b: update.policy_logprobs(w, b, CFG, 1.0, replay=mode)
     return nx.jit(fun)
 
   def unequal(w, mode):
