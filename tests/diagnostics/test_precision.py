@@ -13,7 +13,10 @@ CFG = dict(layers=2, max_context=64)
 
 def played(tokens, sampled, routes):
   logp = np.zeros(len(tokens), np.float32)
-  return traffic.Played(np.asarray(tokens), np.asarray(sampled), logp, routes)
+  none = np.zeros((len(tokens), 0), np.int32)
+  return traffic.Played(
+      np.asarray(tokens), np.asarray(sampled), logp, routes, none
+  )
 
 
 def test_figures_by_hand():
