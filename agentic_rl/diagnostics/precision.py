@@ -225,7 +225,7 @@ def measure(
   ]
   rng = np.random.default_rng(seed)
   openings = [np.asarray(p, np.int32) for p in prompts] or [
-      rng.integers(0, cfg.vocab, PROMPT) for _ in range(sequences)
+      rng.integers(0, cfg.vocab, PROMPT, np.int32) for _ in range(sequences)
   ]
   openings = [openings[i % len(openings)] for i in range(sequences)]
   longest = max(map(len, openings))
@@ -236,7 +236,8 @@ def measure(
     )
   note(f'{a}: the engine draws {sequences} x {context - longest} tokens')
   played = arms[0].draw(openings, seed)
-  exact, seen = {}, []
+  exact: dict[str, Any] = {}
+  seen: list[Any] = []
   for name, arm in zip((a, b), arms):
     note(f'{name}: the learner reads them')
     seen.append([arm.read(item.tokens) for item in played])
@@ -248,8 +249,8 @@ def measure(
     exact[name] = arm.unequal(again, [arm.read(i.tokens) for i in again])
   heads = [forward_lib.head(arm.weights, arm.cfg) for arm in arms]
   columns = [
-      _columns(item, *pair, heads, temperature)
-      for item, *pair in zip(played, *seen)
+      _columns(item, one, two, heads, temperature)
+      for item, one, two in zip(played, *seen)
   ]
   joined = {k: np.concatenate([c[k] for c in columns]) for k in columns[0]}
   differ = ('unequal_bits', 'route_flips')

@@ -161,11 +161,12 @@ def _forward(x, w, fun, numerics):
 
 def _backward(fun, numerics, saved, g):
   del fun
-  x, w = _factors(*saved, numerics)
+  x, w = saved
+  x_factor, w_factor = _factors(x, w, numerics)
   g = numerics.cast(g)
-  dx = numerics.dot(g, w, (((1,), (1,)), ((), ())))
-  dw = numerics.dot(x, g, (((0,), (0,)), ((), ())))
-  return dx.astype(saved[0].dtype), dw.astype(saved[1].dtype)
+  dx = numerics.dot(g, w_factor, (((1,), (1,)), ((), ())))
+  dw = numerics.dot(x_factor, g, (((0,), (0,)), ((), ())))
+  return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
