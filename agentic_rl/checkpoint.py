@@ -263,6 +263,71 @@ class Checkpointer:
     )
 
 
+def read_part(
+    folder: str | os.PathLike, name: str, abstract_tree: Any
+) -> tuple[int, Any]:
+  """Reads one entry of a checkpoint's tree; nothing on disk is changed.
+
+  Args:
+    folder: one checkpoint, or a folder of them, of which the newest is read.
+    name: key of the entry, as in 'weights' of {'weights': ..., 'optimizer':
+      ...}.
+    abstract_tree: what it holds: arrays, or ShapeDtypeStructs.
+
+  Returns:
+    (step, entry), the arrays with the saved bits.
+
+  Raises:
+    MismatchError: the entry holds other arrays.
+    CheckpointError: there is no checkpoint there, or it is corrupt.
+  """
+  folder = pathlib.Path(folder).absolute()
+  step = int(folder.name) if folder.name.isdecimal() else None
+  if step is not None:
+    folder = folder.parent
+  _quiet_orbax()
+  found = []
+  if folder.is_dir():
+    found = [int(p.name) for p in folder.iterdir() if p.name.isdecimal()]
+  if step is None and found:
+    step = max(found)
+  if step not in found:
+    raise CheckpointError(
+        f'{folder} holds checkpoints {sorted(found)}:'
+        + (' one is needed' if step is None else f' {step} is not among them')
+    )
+  like = {f'{name}.{k}': v for k, v in _flat(abstract_tree).items()}
+  source = folder / str(step)
+  try:
+    meta = ocp.JsonCheckpointHandler().restore(
+        source / 'meta', args=ocp.args.JsonRestore()
+    )
+    sha256 = meta.pop('sha256', None)
+    if sha256 != _json_sha256(meta):
+      raise CheckpointError(f'{source / "meta"} was altered')
+    saved = {
+        k: v for k, v in meta['leaves'].items() if k.startswith(f'{name}.')
+    }
+    _check_match(step, saved, like)
+    wanted = _wanted(like)
+    args = ocp.args.PyTreeRestore(
+        wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    handler = ocp.PyTreeCheckpointHandler()
+    flat = _rebuilt(handler.restore(source / 'tree', args=args), like)
+    for key, described in saved.items():
+      if described != _describe(flat[key]):
+        raise CheckpointError(f'array {key} in {source / "tree"} was altered')
+  except CheckpointError:
+    raise
+  except Exception as error:
+    raise CheckpointError(f'{source}: {_first_line(error)}') from error
+  treedef = jax.tree.structure(abstract_tree)
+  return step, jax.tree.unflatten(treedef, flat.values())
+
+
 def params_sha256(tree: Any) -> str:
   """Returns the SHA-256 of a pytree of arrays, equal for equal bits.
 
