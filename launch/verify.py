@@ -45,6 +45,8 @@ from launch import reports
 
 def _mismatch(args, overrides):
   reports.check_writable(args.html)
+  for path in filter(None, (args.text, args.against)):
+    open(path, encoding='utf-8').close()
   from agentic_rl import setup_run  # JAX loads only now
   from agentic_rl.diagnostics import mismatch_report
   from agentic_rl.diagnostics import mismatch_run

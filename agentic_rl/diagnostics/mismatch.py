@@ -52,7 +52,8 @@ class Compared:
     hits_P: float [P], share of the sampler's likeliest tokens that are among
       as many of the learner's; empty where unknown.
     route_contexts_R: int [R], tokens before each token whose experts both know.
-    flips_RL: int [R, L], slots of each layer in which they differ.
+    flips_RL: int [R, L], slots of each layer in which they differ; a slot that
+      one side does not know does not differ.
     slots: experts per token.
 
   Raises:
@@ -236,7 +237,7 @@ def _figures(c: Compared, low: int, high: int) -> dict[str, Any]:
       ),
       'max_abs_dlogp': float(size.max(initial=0)),
       'mean_abs_dlogp': mean(size),
-      'kl_k1': mean(-delta),
+      'kl_k1': mean(-delta) + 0.0,  # no negative zero
       'kl_k3': mean(ratio - 1 - delta),
       'outside_10_percent': mean((ratio < 0.9) | (ratio > 1.1)),
       'outside_1_percent': mean((ratio < 0.99) | (ratio > 1.01)),

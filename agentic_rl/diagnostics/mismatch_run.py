@@ -192,22 +192,13 @@ class _Arm:
         sampling=sampling,
         likeliest=self.likeliest,
     )
-    self.learner = update.Learner(
+    self.learner = _learner(
         self.cfg,
-        update.LossConfig(temperature=sampling.temperature),
-        optimizer_lib.make('adam', learning_rate=1e-4, steps=1),
-        rows=config.learner.rows,
-        row_tokens=config.learner.row_tokens,
+        sampling.temperature,
+        config.learner.rows,
+        config.learner.row_tokens,
     )
-    self._score = nx.jit(
-        functools.partial(
-            _score,
-            cfg=self.cfg,
-            temperature=sampling.temperature,
-            likeliest=self.likeliest,
-        ),
-        exact=exact,
-    )
+    self._score = _score_program(self.cfg, sampling.temperature, self.likeliest)
 
   @functools.cached_property
   def engine(self) -> engines_lib.Engines:
@@ -270,15 +261,35 @@ class _Arm:
     if part.routes_BTLk is not None and self.cfg.moe_layers:
       recorded = part.routes_BTLk.reshape(size, *part.routes_BTLk.shape[2:])
       real = part.segments_BT.reshape(-1) >= 0
-      known = real & (recorded >= 0).all((1, 2))
-      ours = np.asarray(routes).transpose(1, 0, 2)[known]
+      known = real & (recorded >= 0).any((1, 2))
+      theirs, ours = recorded[known], np.asarray(routes).transpose(1, 0, 2)
+      differ = (theirs >= 0) & (theirs != ours[known])
       out['route_contexts'] = part.positions_BT.reshape(-1)[known]
-      out['flips'] = (recorded[known] != ours).sum(-1, dtype=np.int16)
+      out['flips'] = differ.sum(-1, dtype=np.int16)
     return out
 
 
-def _score(weights, batch, *, cfg, temperature, likeliest):
+@functools.lru_cache(maxsize=8)
+def _learner(cfg, temperature, rows, row_tokens) -> update.Learner:
+  return update.Learner(
+      cfg,
+      update.LossConfig(temperature=temperature),
+      optimizer_lib.make('adam', learning_rate=1e-4, steps=1),
+      rows=rows,
+      row_tokens=row_tokens,
+  )
+
+
+@functools.lru_cache(maxsize=8)
+def _score_program(cfg, temperature, likeliest):
   """The learner's plain forward, with its likeliest tokens beside log-probs."""
+  score = functools.partial(
+      _score, cfg=cfg, temperature=temperature, likeliest=likeliest
+  )
+  return nx.jit(score, exact=cfg.exact)
+
+
+def _score(weights, batch, *, cfg, temperature, likeliest):
   layout = layouts.row_layout(batch['positions_BT'], cfg.page)
   hidden, routes, _ = forward_lib.forward(weights, batch['tokens'], layout, cfg)
   take = lambda x: x.at[batch['rows']].get(mode='fill', fill_value=0)
@@ -342,6 +353,7 @@ def measure(
         ' policy.exact=True'
     )
   began = time.monotonic()
+  progress = _Progress(note, source.positions)
   arms = {
       'exact' if policy.cfg.exact else 'policy': _Arm(policy, policy.cfg.exact)
   }
@@ -352,11 +364,9 @@ def measure(
   for part in _parts(source.scripts):
     scripts = part
     for name, arm in arms.items():
-      note(
-          f'{name}: {done} of {source.positions} positions,'
-          f' {time.monotonic() - began:.0f} s'
-      )
-      played = traffic.play(arm.engine, scripts)
+      progress.begin(f'{name}, sampler', done)
+      played = traffic.play(arm.engine, scripts, progress.drawn)
+      progress.begin(f'{name}, learner', done)
       found[name].append(
           arm.compare(
               traffic.examples(scripts, played),
@@ -378,9 +388,36 @@ def measure(
   }
   report['sampler'] = arms[first].engine.counts
   report['seconds'] = round(time.monotonic() - began, 1)
+  report['peak_memory_gb'] = round(setup_run.peak_memory_gb(), 2)
   for name in rest:
     report[name] = _summary(found[name])
   return report
+
+
+class _Progress:
+  """Says what is being done, at most every few seconds."""
+
+  EVERY_S = 10.0
+
+  def __init__(self, note: Note, total: int):
+    self._note, self._total = note, total
+    self._began = self._said = time.monotonic()
+    self._what, self._done = '', 0
+
+  def begin(self, what: str, done: int) -> None:
+    self._what, self._done = what, done
+    self._say(0)
+
+  def drawn(self, count: int) -> None:
+    if time.monotonic() - self._said > self.EVERY_S:
+      self._say(count)
+
+  def _say(self, count: int) -> None:
+    self._said = time.monotonic()
+    self._note(
+        f'{self._what}: {self._done + count:,} of {self._total:,} positions,'
+        f' {self._said - self._began:.0f} s'
+    )
 
 
 def measure_foreign(

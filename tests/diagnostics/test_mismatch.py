@@ -19,7 +19,9 @@ def compared(rows, routes=(), slots=2, layers=3):
       learner_P=np.array(columns[3], np.float32),
       hits_P=np.array(hits),
       route_contexts_R=np.array([c for c, _ in routes], np.int64),
-      flips_RL=np.array([f for _, f in routes], np.int16).reshape(len(routes), layers),
+      flips_RL=np.array([f for _, f in routes], np.int16).reshape(
+          len(routes), layers
+      ),
       slots=slots,
   )
 
