@@ -47,12 +47,10 @@ def _mismatch(args, overrides):
   reports.check_writable(args.html)
   for path in filter(None, (args.text, args.against)):
     open(path, encoding='utf-8').close()
-  from agentic_rl import setup_run  # JAX loads only now
-  from agentic_rl.diagnostics import mismatch_report
+  from agentic_rl.diagnostics import mismatch_report  # JAX loads only now
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.diagnostics import mismatch_tokens as tokens_lib
 
-  setup_run.prepare_process()
   policy = _policy(args, overrides)
   reports.note(f'policy: {policy.origin}')
   cfg, seed = policy.cfg, policy.config.seed
@@ -91,6 +89,7 @@ def _policy(args, overrides):
   """Loads the policy that the flags name."""
   from agentic_rl import setup_run
   from agentic_rl.diagnostics import mismatch_run
+  from agentic_rl.parallel import mesh
 
   config = common.override_words(common.load(args.config), overrides)
   run = args.workdir or mismatch_run.run_of(args.checkpoint)
@@ -100,6 +99,8 @@ def _policy(args, overrides):
   if run:
     path = pathlib.Path(run) / setup_run.RESOLVED
     config = common.override_words(common.load_resolved(path), overrides)
+  mesh.host_devices(config.get('mesh', ''))
+  setup_run.prepare_process()
   return mismatch_run.load(
       config, workdir=args.workdir, checkpoint=args.checkpoint
   )

@@ -29,6 +29,7 @@ from agentic_rl.diagnostics import traffic
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
+from agentic_rl.parallel import mesh
 from agentic_rl.policy import config as policy_config
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
@@ -114,8 +115,11 @@ def load(
     vocab = tokenizer_lib.Tokenizer.load(path).vocab_size
   fields = {'vocab': vocab, **dict(config.policy.items())}
   cfg = policy_config.make('small', fields)
+  step: int | None = None
   if checkpoint:
-    folder = pathlib.Path(checkpoint)
+    folder = pathlib.Path(checkpoint).absolute()
+    if folder.name.isdecimal():
+      folder, step = folder.parent, int(folder.name)
   elif run is not None:
     folder = _newest(run)
   else:
@@ -123,7 +127,7 @@ def load(
     return Policy(cfg, weights, config, f'fresh weights, seed {config.seed}')
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
   try:
-    step, weights = checkpoint_lib.read_part(folder, 'weights', shapes)
+    step, weights, _ = checkpoint_lib.read_part(folder, 'weights', shapes, step)
   except checkpoint_lib.CheckpointError as error:
     raise ValueError(str(error)) from error
 
@@ -131,8 +135,6 @@ def load(
     return value if model.is_balance(path) else cfg.numerics.cast(value)
 
   weights = jax.tree_util.tree_map_with_path(cast, weights)
-  if folder.name == str(step):
-    folder = folder.parent
   return Policy(cfg, weights, config, f'{folder} step {step}', run)
 
 
@@ -175,6 +177,9 @@ class _Arm:
   Args:
     policy: whose weights both sides use.
     exact: False for the control arm.
+
+  The mesh of the config holds engine and gradient program; the plain forward
+  runs on one device, so that it is compared with the mesh, too.
   """
 
   def __init__(self, policy: Policy, exact: bool):
@@ -185,8 +190,9 @@ class _Arm:
     if not sampling.temperature > 0:
       raise ValueError('sampling.temperature=0: allowed is a value above 0')
     self.likeliest = min(LIKELIEST, self.cfg.vocab)
+    self.parallel = mesh.make(config.get('mesh', ''))
+    self._engines = config.rollout.engines
     self._engine_options: dict[str, Any] = dict(
-        engines=config.rollout.engines,
         max_sequences=config.rollout.max_sequences,
         pool_pages=config.rollout.pool_pages,
         sampling=sampling,
@@ -197,14 +203,32 @@ class _Arm:
         sampling.temperature,
         config.learner.rows,
         config.learner.row_tokens,
+        self.parallel,
     )
     self._score = _score_program(self.cfg, sampling.temperature, self.likeliest)
 
   @functools.cached_property
+  def _spread(self) -> Any:
+    """The weights where the mesh wants them."""
+    if self.parallel.mesh is None:
+      return self.weights
+    logical = model.logical_axes(self.cfg)
+    mesh.check(self.parallel, self.weights, logical)
+    return jax.device_put(self.weights, self.parallel.shardings(logical))
+
+  @functools.cached_property
   def engine(self) -> engines_lib.Engines:
     """The sampler; a comparison with foreign log-probs makes none."""
-    made = engines_lib.Engines(self.cfg, self._seed, **self._engine_options)
-    made.load_params(self.weights, 0)
+    made: engines_lib.Engines
+    if self.parallel.mesh is None:
+      made = engines_lib.Engines(
+          self.cfg, self._seed, engines=self._engines, **self._engine_options
+      )
+    else:
+      made = engines_lib.MeshEngines(
+          self.cfg, self._seed, parallel=self.parallel, **self._engine_options
+      )
+    made.load_params(self._spread, 0)
     return made
 
   def compare(
@@ -226,10 +250,8 @@ class _Arm:
         for part in pack_lib.microbatches(batch, self.learner.rows)
     ]
     compared = _in_order(found, first, self.cfg)
-    weights = jax.tree.map(lambda a: a.copy(), self.weights)
-    state = self.learner.init(weights)
-    _, _, stats = self.learner.update(weights, state, batch)
-    return _Part(compared, dict(stats))
+    stats = self.learner.accumulate(self._spread, batch).stats
+    return _Part(compared, stats)
 
   def _rows(self, part: types.Batch, likeliest) -> dict[str, np.ndarray]:
     """Scores a microbatch; returns columns of what both sides know."""
@@ -270,13 +292,14 @@ class _Arm:
 
 
 @functools.lru_cache(maxsize=8)
-def _learner(cfg, temperature, rows, row_tokens) -> update.Learner:
+def _learner(cfg, temperature, rows, row_tokens, parallel) -> update.Learner:
   return update.Learner(
       cfg,
       update.LossConfig(temperature=temperature),
       optimizer_lib.make('adam', learning_rate=1e-4, steps=1),
       rows=rows,
       row_tokens=row_tokens,
+      parallel=parallel,
   )
 
 
@@ -500,10 +523,12 @@ def _describe(policy: Policy) -> dict[str, Any]:
       'precision', 'exact', 'impl', 'layers', 'width', 'experts', 'pattern',
       'max_context', 'vocab',
   )  # fmt: skip
+  mesh_ = policy.config.get('mesh', '')
   return {
       'origin': policy.origin,
       'sha256': checkpoint_lib.params_sha256(policy.weights),
       'platform': nx.platform(),
+      'mesh': mesh_,
       'temperature': policy.config.sampling.temperature,
       **{name: getattr(cfg, name) for name in names},
   }

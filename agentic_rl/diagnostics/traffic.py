@@ -54,9 +54,11 @@ class Played:
     tokens: int32 [T].
     sampled: bool [T], whether it was drawn.
     logp: float32 [T], recorded log-prob; 0 where nothing was drawn.
-    routes: int16 [T, L_moe, topk], -1 for tokens that were never read.
+    routes: int16 [T, L_moe, topk], -1 for tokens that were never read; with
+      weights if the engine records them.
     likeliest: int32 [T, k], what the engine found likeliest where it drew; k is
       0 unless it reports them.
+    support: int32 [T, k], what each token was drawn among, or None.
   """
 
   tokens: np.ndarray
@@ -64,6 +66,7 @@ class Played:
   logp: np.ndarray
   routes: np.ndarray
   likeliest: np.ndarray
+  support: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -132,7 +135,15 @@ def _finish(engine, slot: int, seq: _Live) -> Played:
   logp[places] = [d.logp for d in drawn]
   likeliest[places] = [d.likeliest for d in drawn]
   assert sampled.sum() == sum(seq.script.draws)
-  return Played(np.asarray(tokens, np.int32), sampled, logp, routes, likeliest)
+  support = {p: d.support for p, d in seq.drawn_at.items()}
+  return Played(
+      np.asarray(tokens, np.int32),
+      sampled,
+      logp,
+      routes,
+      likeliest,
+      engine_lib.supports(support, len(tokens)),
+  )
 
 
 def draw_scripts(
@@ -201,6 +212,7 @@ def examples(
             logp_behavior=item.logp,
             sampled=item.sampled,
             routes=item.routes,
+            support=item.support,
         )
     )
   return out

@@ -305,6 +305,27 @@ def test_pages_of_other_weights_are_misses(engine, weights):
   assert engine.pages.hits == 2
 
 
+def test_a_version_that_holds_other_weights_is_another_one(engine, weights):
+  """Case 9: a number that is given twice does not bring old pages back."""
+  (script,) = group()[:1]
+  first = samples.play(engine, [script])
+  norm = np.array(weights['final_norm'])
+  norm[-1:].view(np.int32)[0] ^= 1
+  wrong = weights | {'final_norm': jax.numpy.asarray(norm)}
+  hashes = [engine.weights_hash]
+  for other in (wrong, weights):
+    engine.load_params(other, 0)
+    hashes.append(engine.weights_hash)
+    again = samples.play(engine, [script])
+    assert engine.pages.hits == 0
+    if other is weights:
+      samples.assert_same(again, first)
+  assert hashes[0] == hashes[2] != hashes[1]
+  engine.load_params(samples.copy(weights), 0)  # equal content: pages stay
+  samples.assert_same(samples.play(engine, [script]), first)
+  assert engine.pages.hits == 2
+
+
 def test_weights_change_between_sequences_only(engine, weights):
   slot = engine.insert(0, PROMPT)
   with pytest.raises(RuntimeError, match='while sequences are open'):
