@@ -267,10 +267,12 @@ def _panel(ax, report, title, lines) -> None:
   ax.set_xscale('log', base=2)
   if lines[0][0] != 'topk_hit_rate':
     # Linear near zero, so that an exact zero has a place.
-    ax.set_yscale('symlog', linthresh=smallest if smallest < 1 else 1e-9)
+    ax.set_yscale(
+        'symlog', linthresh=smallest if np.isfinite(smallest) else 1e-9
+    )
     ax.set_ylim(bottom=0)
   _label(ax, title, 'context, tokens (end of the bucket)')
-  ax.legend(fontsize=7)
+  ax.legend(fontsize=7, handlelength=3)
 
 
 def _routes(ax, report) -> None:
@@ -284,7 +286,7 @@ def _routes(ax, report) -> None:
     ax.set_ylim(0, 1)
     ax.text(0.5, 0.5, 'no route differs', transform=ax.transAxes, ha='center')
   _label(ax, 'route-flip rate', 'layer with experts')
-  ax.legend(fontsize=7)
+  ax.legend(fontsize=7, handlelength=3)
 
 
 def _label(ax, title, below) -> None:
