@@ -228,7 +228,7 @@ def sample(
 def likeliest(x_TD, w_DV, k: int, *, numerics, impl='auto'):
   """Returns the k likeliest tokens of each row, int32 [T, k], best first.
 
-  For diagnostics: it builds [T, V].
+  For diagnostics: a row tile of logits is built at a time.
 
   Args:
     x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
@@ -246,7 +246,13 @@ def likeliest(x_TD, w_DV, k: int, *, numerics, impl='auto'):
   if not k:
     return jnp.zeros((x_TD.shape[0], 0), jnp.int32)
   made = nx.choose(impl, IMPLS, 'likeliest')
-  return lax.top_k(made.logits(x_TD, w_DV, 1.0, numerics), k)[1]
+
+  def tile(rows):
+    return lax.top_k(made.logits(rows, w_DV, 1.0, numerics), k)[1]
+
+  return lax.map(tile, x_TD.reshape(-1, nx.ROW_TILE, x_TD.shape[1])).reshape(
+      -1, k
+  )
 
 
 def check_sampling(
