@@ -5,6 +5,11 @@
       [--positions=50000] [--control] [--against=logs.jsonl]
       [--json=FILE] [--html=FILE] [--config.FIELD=VALUE ...]
 
+  python launch/verify.py precision [--config=configs/swe.py] [--fresh]
+      [--workdir=RUN | --checkpoint=DIR] [--a=bfloat16] [--b=fp8]
+      [--context=4096] [--sequences=8] [--json=FILE]
+      [--config.FIELD=VALUE ...]
+
 `mismatch` runs the same tokens through the sampler and through the learner and
 compares their log-probs, bit for bit, and the experts they choose.
 
@@ -31,6 +36,11 @@ how each is computed. `--html` writes a page with plots that needs no other
 file. The exit code is 0 if the verdict is 'exact'; where that is not to be had
 (`policy.exact=False`, `--against`) if it is not 'accumulating'; else 1, and 2
 on bad input.
+
+`precision` compares two precisions of a policy over the same tokens of long
+rollouts, which the first of them draws; `agentic_rl/diagnostics/precision.py`
+says what is compared. The exit code is 1 if one of the two, sampler against
+learner, is not exact with itself.
 """
 
 import argparse
@@ -85,6 +95,27 @@ def _mismatch(args, overrides):
   return report, mismatch_report.table(report), holds
 
 
+def _precision(args, overrides):
+  from agentic_rl import setup_run  # JAX loads only now
+  from agentic_rl.diagnostics import precision
+
+  setup_run.prepare_process()
+  policy = _policy(args, overrides)
+  reports.note(f'policy: {policy.origin}')
+  report = precision.measure(
+      policy.cfg,
+      policy.weights,
+      a=args.a,
+      b=args.b,
+      context=args.context,
+      sequences=args.sequences,
+      temperature=policy.config.sampling.temperature,
+      seed=policy.config.seed,
+      note=reports.note,
+  )
+  return report, precision.table(report), report['holds']
+
+
 def _policy(args, overrides):
   """Loads the policy that the flags name."""
   from agentic_rl import setup_run
@@ -120,18 +151,25 @@ def _parse(argv):
   commands = parser.add_subparsers(required=True)
   mismatch = commands.add_parser('mismatch', allow_abbrev=False)
   mismatch.set_defaults(run=_mismatch)
-  mismatch.add_argument('--config', default='configs/swe.py')
-  policy = mismatch.add_mutually_exclusive_group()
-  policy.add_argument('--workdir', default='', metavar='RUN')
-  policy.add_argument('--checkpoint', default='', metavar='DIR')
-  policy.add_argument('--fresh', action='store_true')
+  precision = commands.add_parser('precision', allow_abbrev=False)
+  precision.set_defaults(run=_precision, control=False)
+  for command in (mismatch, precision):
+    command.add_argument('--config', default='configs/swe.py')
+    policy = command.add_mutually_exclusive_group()
+    policy.add_argument('--workdir', default='', metavar='RUN')
+    policy.add_argument('--checkpoint', default='', metavar='DIR')
+    policy.add_argument('--fresh', action='store_true')
+    reports.add_flag(command)
+  precision.add_argument('--a', default='bfloat16', metavar='PRECISION')
+  precision.add_argument('--b', default='fp8', metavar='PRECISION')
+  precision.add_argument('--context', type=_positive, default=4096)
+  precision.add_argument('--sequences', type=_positive, default=8)
   tokens = mismatch.add_mutually_exclusive_group()
   tokens.add_argument('--text', default='', metavar='FILE')
   tokens.add_argument('--trajectories', default='', metavar='FILES')
   tokens.add_argument('--against', default='', metavar='FILE')
   mismatch.add_argument('--positions', type=_positive, default=50_000)
   mismatch.add_argument('--control', action='store_true')
-  reports.add_flag(mismatch)
   mismatch.add_argument('--html', default='', metavar='FILE')
   args, overrides = parser.parse_known_args(argv)
   if args.control and args.against:
