@@ -329,6 +329,7 @@ def _build(run: Run) -> None:
       max_sequences=config.rollout.max_sequences,
       pool_pages=config.rollout.pool_pages,
       sampling=sampling,
+      route_weights=config.learner.routing_replay == 'ids_and_weights',
   )
   run.collector = collect.Collector(run.engine, run.pool, run.chat, limits)
   run.open_metrics()
@@ -364,7 +365,15 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
         entropy=c.entropy,
         reference_kl=c.reference_kl,
         balance=c.balance,
+        anchor=c.anchor,
+        correction=c.correction.name,
+        correction_options=tuple(sorted(common.options(c.correction).items())),
+        routing_replay=c.routing_replay,
     )
+    if c.routing_replay != 'none' and not run.policy.moe_layers:
+      raise ValueError(
+          f'routing_replay={c.routing_replay!r}: the policy has no experts'
+      )
   with _about('learner.optimizer'):
     optimizer = optimizer_from(c.optimizer, c.iterations, run.policy)
   return update.Learner(

@@ -111,7 +111,9 @@ def get_config(arg=None):
       action_tokens=32,
       deadline_s=300.0,
   )
-  config.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)
+  config.sampling = dict(
+      temperature=1.0, top_k=0, top_p=1.0, keep_support=False
+  )
 
   # Credit: one advantage per action.
   config.credit = dict(
@@ -139,6 +141,18 @@ def get_config(arg=None):
       entropy=0.0,
       reference_kl=0.0,
       balance=0.0,
+      # When the sampler is another policy than the learner: learner/corrections
+      # and policy/routing.
+      anchor='behavior',
+      correction=dict(
+          name='none',
+          tis_token=dict(cap=2.0),
+          tis_sequence=dict(cap=2.0),
+          mask_token=dict(low=0.5, high=2.0),
+          mask_sequence=dict(low=0.5, high=2.0),
+          mask_geometric=dict(low=0.9, high=1.1),
+      ),
+      routing_replay='none',
       on_mismatch='stop',
       optimizer=dict(
           name='adam',

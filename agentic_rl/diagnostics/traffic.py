@@ -51,13 +51,16 @@ class Played:
     tokens: int32 [T].
     sampled: bool [T], whether it was drawn.
     logp: float32 [T], recorded log-prob; 0 where nothing was drawn.
-    routes: int16 [T, L_moe, topk], -1 for tokens that were never read.
+    routes: int16 [T, L_moe, topk], -1 for tokens that were never read; with
+      weights if the engine records them.
+    support: int32 [T, k], what each token was drawn among, or None.
   """
 
   tokens: np.ndarray
   sampled: np.ndarray
   logp: np.ndarray
   routes: np.ndarray
+  support: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -66,6 +69,7 @@ class _Live:
 
   script: Script
   logp: dict[int, float] = dataclasses.field(default_factory=dict)
+  support: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
   turn: int = 0
   drawn: int = 0
   due: int = -1
@@ -85,7 +89,10 @@ def play(
       live[slot] = _Live(script)
     for item in engine.generate():
       seq = live[item.slot]
-      seq.logp[engine.length(item.slot) - 1] = item.logp
+      place = engine.length(item.slot) - 1
+      seq.logp[place] = item.logp
+      if item.support is not None:
+        seq.support[place] = item.support
       seq.drawn += 1
       if seq.drawn == seq.script.draws[seq.turn]:
         engine.pause(item.slot)
@@ -109,7 +116,8 @@ def _finish(engine, slot: int, seq: _Live) -> Played:
   sampled[list(seq.logp)] = True
   logp[list(seq.logp)] = list(seq.logp.values())
   assert sampled.sum() == sum(seq.script.draws)
-  return Played(np.asarray(tokens, np.int32), sampled, logp, routes)
+  support = engine_lib.supports(seq.support, len(tokens))
+  return Played(np.asarray(tokens, np.int32), sampled, logp, routes, support)
 
 
 def draw_scripts(
@@ -178,6 +186,7 @@ def examples(
             logp_behavior=item.logp,
             sampled=item.sampled,
             routes=item.routes,
+            support=item.support,
         )
     )
   return out

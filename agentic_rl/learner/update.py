@@ -20,10 +20,12 @@ import optax
 from jax import lax
 
 from agentic_rl import types
+from agentic_rl.learner import corrections
 from agentic_rl.learner import losses
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import ops as head_ops
@@ -48,6 +50,13 @@ class LossConfig:
       (Source: arXiv:2402.03300 eq. 4).
     balance: step of the routers' balance bias against the load
       (Source: arXiv:2408.15664 alg. 1); 0 leaves it.
+    anchor: what the ratio of the loss is taken to: 'behavior', the recorded
+      log-prob, or 'learner', the learner's own before the update, which leaves
+      a mismatch of the two to the correction.
+    correction: key of `corrections.CORRECTIONS`.
+    correction_options: keyword options of it, as sorted pairs.
+    routing_replay: what of the recorded routes the forward takes over, see
+      `routing.MODES`.
 
   Raises:
     ValueError: on an unknown loss or option, or a value outside its range.
@@ -59,8 +68,15 @@ class LossConfig:
   entropy: float = 0.0
   reference_kl: float = 0.0
   balance: float = 0.0
+  anchor: str = 'behavior'
+  correction: str = 'none'
+  correction_options: tuple[tuple[str, Any], ...] = ()
+  routing_replay: str = 'none'
 
   def __post_init__(self):
+    options = dict(self.correction_options)
+    corrections.check(self.correction, options, self.anchor)
+    routing.check(self.routing_replay)
     if self.name not in losses.LOSSES:
       raise ValueError(
           f'loss {self.name!r}: allowed are {sorted(losses.LOSSES)}'
@@ -179,6 +195,10 @@ class Learner:
       raise ValueError('reference_kl needs the weights of the reference')
     if not self.loss.reference_kl:
       reference = None
+    if self.loss.routing_replay != 'none':
+      routing.check_recorded(
+          batch.routes_BTLk, self.loss.routing_replay, self.cfg
+      )
     parts = list(pack_lib.microbatches(batch, self.rows))
     scale = np.float32(1 / total)
 
@@ -208,6 +228,7 @@ class Sums(NamedTuple):
     names = (
         'loss', 'entropy', 'clipped', 'kl_reference', 'unequal', 'compared',
         'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'tokens',
+        *corrections.COUNTS,
     )  # fmt: skip
     scalars = {name: jnp.zeros(()) for name in names}
     load = jnp.zeros((cfg.moe_layers, max(cfg.experts, 1)))
@@ -229,7 +250,7 @@ def _inputs(batch: types.Batch) -> dict[str, np.ndarray]:
   out['positions_BT'] = batch.positions_BT
   if batch.routes_BTLk is not None:
     routes = batch.routes_BTLk
-    out['routes'] = routes.reshape(-1, *routes.shape[2:])
+    out |= routing.split(routes.reshape(-1, *routes.shape[2:]))
   size = out['tokens'].size
   places = np.flatnonzero((out['weights'] > 0) | out['sampled'])
   # Two sizes only, so that two programs serve every batch.
@@ -237,39 +258,66 @@ def _inputs(batch: types.Batch) -> dict[str, np.ndarray]:
   rows = np.full(half if len(places) <= half else size, size, np.int32)
   rows[: len(places)] = places
   out['rows'] = rows
+  out['sequence'] = _sequences(batch.segments_BT, places, len(rows))
+  if batch.support_BTk is not None:
+    out['support'] = batch.support_BTk.reshape(size, -1)
   return out
 
 
-def _logprobs(weights, hidden, targets, cfg, temperature):
+def _sequences(segments_BT, places, count):
+  """Numbers the sequences of the places, int32 [count]; the rest is one more."""
+  row, segment = places // segments_BT.shape[1], segments_BT.reshape(-1)[places]
+  new = (np.diff(row) != 0) | (np.diff(segment) != 0)
+  numbers = np.concatenate([[0], np.cumsum(new)])[: len(places)]
+  out = np.full(count, numbers.max(initial=-1) + 1, np.int32)
+  out[: len(places)] = numbers
+  return out
+
+
+def _logprobs(weights, hidden, targets, cfg, temperature, support=None):
   return head_ops.logprobs(
       hidden,
       forward_lib.head(weights, cfg),
       targets,
+      support_Tk=support,
       temperature=temperature,
       numerics=cfg.numerics,
       impl=cfg.impl,
   )
 
 
-def policy_logprobs(weights, batch, cfg: PolicyConfig, temperature: float):
+def policy_logprobs(
+    weights, batch, cfg: PolicyConfig, temperature: float, replay: str = 'none'
+):
   """Runs the forward on packed rows and takes the log-probs of the targets.
 
   Args:
     weights: of the policy.
-    batch: a dict from `_inputs`; only tokens, targets, positions and rows.
+    batch: a dict from `_inputs`; only tokens, targets, positions and rows, and
+      the support where it was recorded.
     cfg: shape of the policy.
     temperature: of the log-probs.
+    replay: what of the batch's routes is taken over, see `routing.MODES`.
 
   Returns:
     float32 log-probs and entropies [R] of the places `batch['rows']`, and the
-    routes int32 [L_moe, T, topk].
+    routes int32 [L_moe, T, topk] that the routers choose.
   """
   layout = layouts.row_layout(batch['positions_BT'], cfg.page)
-  hidden, routes, _ = forward_lib.forward(weights, batch['tokens'], layout, cfg)
+  hidden, routes, _ = forward_lib.forward(
+      weights,
+      batch['tokens'],
+      layout,
+      cfg,
+      replay=routing.recorded(batch, replay),
+  )
   rows = batch['rows']
   hidden = _take(hidden, rows)
   targets = _take(batch['targets'], rows)
-  logp, entropy = _logprobs(weights, hidden, targets, cfg, temperature)
+  support = batch.get('support')
+  if support is not None:
+    support = support.at[rows].get(mode='fill', fill_value=-1)
+  logp, entropy = _logprobs(weights, hidden, targets, cfg, temperature, support)
   return logp, entropy, routes
 
 
@@ -316,12 +364,28 @@ def _join(a: Sums, b: Sums) -> Sums:
 
 
 def _objective(weights, batch, reference_logp, scale, cfg, loss):
-  logp, entropy, routes = policy_logprobs(weights, batch, cfg, loss.temperature)
+  logp, entropy, routes = policy_logprobs(
+      weights, batch, cfg, loss.temperature, loss.routing_replay
+  )
   rows = batch['rows']
   take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
   w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')
   fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
-  per_token, clipped = fun(logp, recorded, take('advantages'))
+  own = loss.anchor == 'learner'
+  anchor = lax.stop_gradient(logp) if own else recorded
+  per_token, clipped = fun(logp, anchor, take('advantages'))
+  counts = {}
+  if loss.correction != 'none':
+    factor, truncated = corrections.weigh(
+        loss.correction,
+        dict(loss.correction_options),
+        logp,
+        recorded,
+        drawn,
+        batch['sequence'],
+    )
+    per_token = factor * per_token
+    counts = corrections.stats(factor, truncated, drawn & (w > 0))
   kl = jnp.zeros_like(logp)
   if reference_logp is not None:
     gap = reference_logp - logp
@@ -336,6 +400,8 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss):
       **_mismatch(logp, recorded, drawn),
       **_flips(routes, batch),
       'tokens': batch['real'].sum().astype(jnp.float32),
+      **dict.fromkeys(corrections.COUNTS, jnp.zeros(())),
+      **counts,
   }
   stats = jax.tree.map(lax.stop_gradient, stats)
   return value, (stats, _load(routes, batch['real'], cfg))
@@ -420,6 +486,7 @@ def _metrics(sums: Sums, norm, total: float) -> Mapping[str, float]:
       'mismatch/max_abs_ratio_dev': s['max_abs_ratio_dev'],
       'router/flips': s['flips'],
       'router/flip_rate': s['flips'] / max(1.0, s['routed']),
+      **corrections.metrics(s),
   }
   if load.size:
     mean = load.mean(-1, keepdims=True).clip(1e-9)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas.block_selection import ops as selection
 from kernels_pallas.grouped_matmul import ops as grouped
@@ -66,6 +67,8 @@ def forward(
     cfg: PolicyConfig,
     pool: Pool | None = None,
     writes: Writes | None = None,
+    replay: routing.Routes | None = None,
+    route_weights: bool = False,
 ):
   """Runs the decoder over a stream of tokens.
 
@@ -77,15 +80,21 @@ def forward(
     pool: KV pages of the sampler; None in the learner, where the stream is rows
       and its keys are the pages.
     writes: where the stream's keys go; with `pool` only.
+    replay: recorded routes [L_moe, T, topk] that take the place of the routers'
+      choice.
+    route_weights: whether to return the experts' weights beside them.
 
   Returns:
-    Hidden rows [T, D] after the final norm, routes int32 [L_moe, T, topk] in
-    slot order, and the pool.
+    Hidden rows [T, D] after the final norm, the routers' choice int32
+    [L_moe, T, topk] in slot order (with its weights: `routing.Routes`), and the
+    pool.
   """
   num = cfg.numerics
   x = num.cast(weights['embedding'][tokens_T])
   routes = []
-  layer = functools.partial(_layer, layout=layout, cfg=cfg, writes=writes)
+  layer = functools.partial(
+      _layer, layout=layout, cfg=cfg, writes=writes, weigh=route_weights
+  )
   if cfg.remat:
     layer = jax.checkpoint(layer, static_argnums=(4,))
   for i in range(cfg.dense_layers):
@@ -94,22 +103,24 @@ def forward(
 
   def group(carry, args):
     x, pool = carry
-    stack, g = args
+    stack, g, known = args
     chosen = []
     for i, kind in enumerate(cfg.pattern):
       index = cfg.dense_layers + g * len(cfg.pattern) + i
-      x, pool, experts = layer(x, pool, stack[i], index, kind)
+      given = jax.tree.map(lambda a, i=i: a[i], known)
+      x, pool, experts = layer(x, pool, stack[i], index, kind, given)
       chosen.append(experts)
-    return (x, pool), jnp.stack(chosen) if cfg.experts else None
+    return (x, pool), jax.tree.map(lambda *a: jnp.stack(a), *chosen)
 
   if cfg.groups:
     stacks = [weights['pattern'][i] for i in range(len(cfg.pattern))]
-    scanned = (stacks, jnp.arange(cfg.groups))
+    by_group = lambda a: a.reshape(cfg.groups, -1, *a.shape[1:])
+    known = jax.tree.map(by_group, replay)
+    scanned = (stacks, jnp.arange(cfg.groups), known)
     (x, pool), routes = lax.scan(group, (x, pool), scanned)
-    if cfg.experts:
-      routes = routes.reshape(-1, *routes.shape[2:])
+    routes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), routes)
   if not cfg.moe_layers:
-    routes = jnp.zeros((0, tokens_T.shape[0], cfg.topk_experts), jnp.int32)
+    routes = routing.empty(tokens_T.shape[0], cfg, route_weights)
   x = rows.rms_norm(x, weights['final_norm'], numerics=num, impl=cfg.impl)
   return x, routes, pool
 
@@ -119,13 +130,13 @@ def head(weights, cfg: PolicyConfig):
   return weights['embedding'].T if cfg.tied else weights['head']
 
 
-def _layer(x, pool, w, index, kind, *, layout, cfg, writes):
+def _layer(x, pool, w, index, kind, given=None, *, layout, cfg, writes, weigh):
   num, impl = cfg.numerics, cfg.impl
   h = rows.rms_norm(x, w['attention_norm'], numerics=num, impl=impl)
   out, pool = _attention(h, pool, w, index, kind, layout, cfg, writes)
   x = num.cast(x + num.keep(_project(out, w['output'], cfg)))
   h = rows.rms_norm(x, w['ffn_norm'], numerics=num, impl=impl)
-  out, experts = _feed_forward(h, w, cfg)
+  out, experts = _feed_forward(h, w, cfg, given, weigh)
   return num.cast(x + num.keep(out)), pool, experts
 
 
@@ -204,7 +215,7 @@ def _by_head(pages, cfg):
   return pages.reshape(*pages.shape[:2], cfg.kv_heads, -1)
 
 
-def _feed_forward(h, w, cfg):
+def _feed_forward(h, w, cfg, given, weigh):
   num, impl = cfg.numerics, cfg.impl
   out, experts = None, None
   if 'dense_in' in w:
@@ -214,15 +225,8 @@ def _feed_forward(h, w, cfg):
     out = _project(a, w['dense_out'], cfg)
   if 'router' in w:
     logits = dense.matmul(h, w['router'], numerics=num, impl=impl)
-    weights, experts = rows.router(
-        logits,
-        w['balance'],
-        topk=cfg.topk_experts,
-        gating=cfg.gating,
-        numerics=num,
-        impl=impl,
-    )
-    plan = grouped.plan(experts, cfg.experts)
+    weights, used, experts = routing.route(logits, w['balance'], given, cfg)
+    plan = grouped.plan(used, cfg.experts)
     product = functools.partial(
         grouped.grouped_matmul, plan_=plan, numerics=num, impl=impl
     )
@@ -231,5 +235,7 @@ def _feed_forward(h, w, cfg):
     a = rows.swiglu(a[:, :half], a[:, half:], numerics=num, impl=impl)
     a = num.cast(product(a, w['expert_out']))
     mixed = num.cast(grouped.combine(a, weights, plan, numerics=num))
+    if weigh:
+      experts = routing.Routes(experts, weights)
     out = mixed if out is None else num.cast(out + num.keep(mixed))
   return out, experts

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from agentic_rl.policy import forward as forward_lib
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import paged_kv
 from kernels_pallas import numerics as nx
@@ -33,6 +34,8 @@ class Sampling:
     temperature: 0 is greedy.
     top_k: 0 for all tokens.
     top_p: in (0, 1].
+    keep_support: record, with each token, the tokens that top-k and top-p left,
+      and its log-prob among them; needs a top_k.
 
   Raises:
     ValueError: on a value outside its range.
@@ -41,9 +44,12 @@ class Sampling:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  keep_support: bool = False
 
   def __post_init__(self):
-    head_ops.check_sampling(self.temperature, self.top_k, self.top_p)
+    head_ops.check_sampling(
+        self.temperature, self.top_k, self.top_p, self.keep_support
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Drawn:
   slot: int
   token: int
   logp: float
+  support: np.ndarray | None = None  # int32 [k], if it is recorded
 
 
 @dataclasses.dataclass
@@ -91,6 +98,7 @@ class Engine:
     pool_pages: KV pages; 0 for enough that every sequence can fill its context.
     steps: sizes of the step program, small to large; one compilation each.
     sampling: how tokens are drawn, fixed for the engine's programs.
+    route_weights: record the weights of the experts, too.
 
   Attributes:
     greedy: draw the likeliest token instead, in the same programs.
@@ -110,6 +118,7 @@ class Engine:
       pool_pages: int = 0,
       steps: Sequence[tuple[int, int]] = (),
       sampling: Sampling = Sampling(),
+      route_weights: bool = False,
   ):
     self.cfg = cfg
     self.max_sequences = max_sequences
@@ -130,7 +139,8 @@ class Engine:
     self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
-    self._step = _step_program(cfg, sampling)
+    self._step = _step_program(cfg, sampling, route_weights)
+    self._route_dtype = routing.RECORD if route_weights else np.int16
 
   def load_params(self, weights: Any, version: int) -> None:
     """Takes the weights of a version; pages of other versions become misses.
@@ -213,7 +223,7 @@ class Engine:
     if not chunks:
       return []
     batch, samplers = self._pack(chunks, shape)
-    self._pool, tokens, logps, routes = self._step(
+    self._pool, tokens, logps, routes, support = self._step(
         self._weights,
         self._pool,
         batch,
@@ -221,12 +231,16 @@ class Engine:
         np.float32(not self.greedy),
     )
     tokens, logps = np.asarray(tokens), np.asarray(logps)
+    if self._route_dtype == routing.RECORD:
+      routes = routing.join(*map(np.asarray, routes))
     routes = np.asarray(routes)
+    among = None if support is None else np.asarray(support)
     self._advance(chunks, routes)
     drawn = []
     for i, slot in enumerate(samplers):
       self._sequence(slot).tokens.append(int(tokens[i]))
-      drawn.append(Drawn(slot, int(tokens[i]), logps[i]))
+      own = None if among is None else among[i]
+      drawn.append(Drawn(slot, int(tokens[i]), logps[i], own))
     self._counts['decoded'] += len(drawn)
     return drawn
 
@@ -234,7 +248,8 @@ class Engine:
     """Closes a sequence; its full pages stay known.
 
     Returns:
-      Its tokens and the routes [T, L_moe, topk], -1 for tokens never read.
+      Its tokens and the routes [T, L_moe, topk], -1 for tokens never read; an
+      array of `routing.RECORD` if weights are recorded.
     """
     seq = self._sequence(slot)
     for page in reversed(seq.pages):  # a tail is evicted before its beginning
@@ -243,7 +258,7 @@ class Engine:
     self._reserved -= self.cfg.pages_per_sequence
     cfg = self.cfg
     shape = (len(seq.tokens), cfg.moe_layers, cfg.topk_experts)
-    routes = np.full(shape, -1, np.int16)
+    routes = np.full(shape, -1, self._route_dtype)
     if seq.routes:
       known = np.concatenate(seq.routes)
       routes[: len(known)] = known
@@ -382,6 +397,21 @@ class Engine:
     seq.keys = keys
 
 
+def supports(by_place: Mapping[int, np.ndarray], count: int):
+  """Returns int32 [count, k] of the supports of some places, -1 elsewhere.
+
+  Args:
+    by_place: int32 [k] by place; none at all gives None.
+    count: tokens of the sequence.
+  """
+  if not by_place:
+    return None
+  rows = np.stack(list(by_place.values()))
+  out = np.full((count, rows.shape[1]), -1, np.int32)
+  out[list(by_place)] = rows
+  return out
+
+
 def _pending(seq: _Sequence) -> bool:
   return len(seq.tokens) > seq.done and (
       seq.sample or len(seq.tokens) - seq.done > 1
@@ -421,13 +451,21 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
 
 
 @functools.lru_cache(maxsize=32)
-def _step_program(cfg: PolicyConfig, sampling: Sampling):
+def _step_program(
+    cfg: PolicyConfig, sampling: Sampling, route_weights: bool = False
+):
   """Compiles one step: forward, then a draw for the rows that ask for one."""
 
   def step(weights, pool, batch, seed, noise):
     tokens, layout, writes, rows, ids = batch
     x, routes, pool = forward_lib.forward(
-        weights, tokens, layout, cfg, pool, writes
+        weights,
+        tokens,
+        layout,
+        cfg,
+        pool,
+        writes,
+        route_weights=route_weights,
     )
     x = x.at[rows].get(mode='fill', fill_value=0)
     key = jax.random.key(seed)
@@ -435,7 +473,7 @@ def _step_program(cfg: PolicyConfig, sampling: Sampling):
     def fold(pair):
       return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
 
-    drawn, logp = head_ops.sample(
+    drawn, logp, *support = head_ops.sample(
         x,
         forward_lib.head(weights, cfg),
         jax.vmap(fold)(ids),
@@ -443,9 +481,15 @@ def _step_program(cfg: PolicyConfig, sampling: Sampling):
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         noise=noise,
+        keep_support=sampling.keep_support,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )
-    return pool, drawn, logp, routes.transpose(1, 0, 2).astype(jnp.int16)
+    routes = jax.tree.map(lambda a: a.transpose(1, 0, 2), routes)
+    if route_weights:
+      routes = routes._replace(experts=routes.experts.astype(jnp.int16))
+    else:
+      routes = routes.astype(jnp.int16)
+    return pool, drawn, logp, routes, support[0] if support else None
 
   return nx.jit(step, exact=cfg.exact, donate_argnums=(1,))

@@ -7,6 +7,7 @@ draws does not depend on its company, the number of engines changes no bit.
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent import futures
 from typing import Any, Sequence
 
@@ -24,6 +25,7 @@ class Engines:
     max_sequences: of all engines together, a multiple of their number.
     pool_pages: KV pages of all engines together; 0 for enough.
     sampling: how tokens are drawn.
+    route_weights: record the weights of the experts, too.
 
   Raises:
     ValueError: if the sizes do not fit.
@@ -38,6 +40,7 @@ class Engines:
       max_sequences: int,
       pool_pages: int = 0,
       sampling: engine_lib.Sampling,
+      route_weights: bool = False,
   ):
     if engines < 1 or max_sequences % engines:
       raise ValueError(
@@ -52,6 +55,7 @@ class Engines:
             max_sequences=self._size,
             pool_pages=pool_pages // engines,
             sampling=sampling,
+            route_weights=route_weights,
         )
         for _ in range(engines)
     ]
@@ -136,7 +140,7 @@ class Engines:
     """Runs a step of every engine at once; see `Engine.generate`."""
     steps = self._threads.map(lambda engine: engine.generate(), self._engines)
     return [
-        engine_lib.Drawn(index * self._size + d.slot, d.token, d.logp)
+        dataclasses.replace(d, slot=index * self._size + d.slot)
         for index, drawn in enumerate(list(steps))
         for d in drawn
     ]

@@ -26,28 +26,42 @@ _GRADIENTS: dict[Any, tuple[Callable, Callable]] = {
     pallas_tpu: (pallas_tpu.forward, pallas_tpu.backward),
     reference: (reference.logprobs, xla.backward),
 }
+# Those that take a support; the kernels have none yet.
+SUPPORT_IMPLS = {'xla': xla, 'reference': reference}
 # Those that draw from the whole vocabulary without [T, V].
 _DRAWS: dict[Any, Callable] = {pallas_tpu: pallas_tpu.draw}
 
 
 def logprobs(
-    x_TD, w_DV, targets_T, *, temperature: float, numerics, impl='auto'
+    x_TD,
+    w_DV,
+    targets_T,
+    *,
+    support_Tk=None,
+    temperature: float,
+    numerics,
+    impl='auto',
 ):
   """log p_t = z_t[y_t] - log Σ_v exp z_t[v], z = x W / temperature.
 
   The log-softmax runs online over vocabulary tiles. Source: arXiv:1805.02867
-  alg. 3.
+  alg. 3. With a support S_t the sum runs over v in S_t alone: the distribution
+  that top-k and top-p left, also under other weights than those that chose it.
+  Source: 'keep sampling mask', arXiv:2512.02556 section 3.1.
 
   Args:
     x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
     w_DV: [D, V] head.
     targets_T: int32 [T], in 0..V-1.
+    support_Tk: int32 [T, k], the distinct tokens of S_t in any order, filled up
+      with -1; a row of -1 alone is the whole vocabulary.
     temperature: > 0.
     numerics: rounding and summation rules.
-    impl: 'auto', 'xla', 'pallas' or 'reference'.
+    impl: 'auto', 'xla', 'pallas' or 'reference'; with a support not 'pallas'.
 
   Returns:
-    float32 log-probs [T] and float32 entropies [T] in nats.
+    float32 log-probs [T], -inf outside the support, and float32 entropies [T]
+    in nats.
 
   Raises:
     ValueError: on a temperature that is not positive or shapes that do not fit.
@@ -55,6 +69,15 @@ def logprobs(
   if not temperature > 0:
     raise ValueError(f'temperature={temperature}: must be above 0')
   _check(x_TD, w_DV, targets_T, 'targets_T', numerics)
+  if support_Tk is not None:
+    if support_Tk.ndim != 2 or support_Tk.shape[0] != x_TD.shape[0]:
+      raise ValueError(
+          f'support_Tk {support_Tk.shape}: expected [{x_TD.shape[0]}, k]'
+      )
+    made = nx.choose(impl, SUPPORT_IMPLS, 'logprobs with a support')
+    return _supported(
+        x_TD, w_DV, targets_T, support_Tk, float(temperature), numerics, made
+    )
   made = nx.choose(impl, IMPLS, 'logprobs')
   return _logprobs(x_TD, w_DV, targets_T, float(temperature), numerics, made)
 
@@ -94,6 +117,29 @@ def _backward(temperature, numerics, made, saved, grads):
 _logprobs.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _supported(x, w, targets, support, temperature, numerics, made):
+  return made.logprobs(x, w, targets, temperature, numerics, support)
+
+
+def _supported_forward(x, w, targets, support, temperature, numerics, made):
+  out = made.logprobs(x, w, targets, temperature, numerics, support)
+  return out, (x, w, targets, support)
+
+
+def _supported_backward(temperature, numerics, made, saved, grads):
+  del made
+  x, w, targets, support = saved
+  g_logp, g_entropy = grads
+  dx, dw = xla.backward(
+      x, w, targets, g_logp, g_entropy, temperature, numerics, support
+  )
+  return dx.astype(x.dtype), dw.astype(w.dtype), None, None
+
+
+_supported.defvjp(_supported_forward, _supported_backward)
+
+
 def sample(
     x_TD,
     w_DV,
@@ -103,6 +149,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     noise=1.0,
+    keep_support: bool = False,
     numerics,
     impl='auto',
 ):
@@ -110,7 +157,8 @@ def sample(
 
   Source: Gumbel-max, arXiv:1611.01144 eq. 1. The recorded log-prob is that of
   the unfiltered distribution at the same temperature, on both sides, also when
-  top-k or top-p narrow the support that is drawn from.
+  top-k or top-p narrow the support that is drawn from; with `keep_support` it
+  is that of the narrowed one, and the support is returned for the other side.
 
   Args:
     x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
@@ -123,20 +171,23 @@ def sample(
       renormalised; in (0, 1].
     noise: factor of the noise, a number or a traced scalar; 0 draws greedily at
       the same temperature, in the same program.
+    keep_support: record the support; needs a top_k, which bounds its size.
     numerics: rounding and summation rules.
     impl: 'auto', 'xla', 'pallas' or 'reference'.
 
   Returns:
-    tokens int32 [T] and their float32 log-probs [T].
+    tokens int32 [T] and their float32 log-probs [T]; with `keep_support` also
+    the support int32 [T, k] for `logprobs`, k = min(top_k, V), likeliest first.
 
   Raises:
     ValueError: on a temperature, top_k or top_p outside its range, or shapes
       that do not fit.
   """
-  check_sampling(temperature, top_k, top_p)
+  check_sampling(temperature, top_k, top_p, keep_support)
   _check(x_TD, w_DV, keys_T, 'keys_T', numerics)
   made = nx.choose(impl, IMPLS, 'sample')
   divisor = temperature if temperature > 0 else 1.0
+  support = None
   if made in _DRAWS and not top_k and top_p == 1:
     tokens = _DRAWS[made](
         x_TD, w_DV, keys_T, divisor, noise, temperature == 0, numerics
@@ -144,18 +195,29 @@ def sample(
   else:
     z = made.logits(x_TD, w_DV, divisor, numerics)
     if top_k or top_p < 1:
-      z = jnp.where(_support(z, top_k, top_p, numerics), z, -jnp.inf)
+      kept = _support(z, top_k, top_p, numerics)
+      if keep_support:
+        support = _ids(z, kept, top_k)
+      z = jnp.where(kept, z, -jnp.inf)
     if temperature > 0:
       gumbel = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))
       z = z + numerics.keep(gumbel(keys_T) * noise)
     tokens = jnp.argmax(z, -1).astype(jnp.int32)
   logp, _ = logprobs(
-      x_TD, w_DV, tokens, temperature=divisor, numerics=numerics, impl=impl
+      x_TD,
+      w_DV,
+      tokens,
+      support_Tk=support,
+      temperature=divisor,
+      numerics=numerics,
+      impl=impl,
   )
-  return tokens, logp
+  return (tokens, logp, support) if keep_support else (tokens, logp)
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+def check_sampling(
+    temperature: float, top_k: int, top_p: float, keep_support: bool = False
+) -> None:
   """Raises ValueError if a sampling option is outside its range."""
   if not (temperature == 0 or 1e-3 <= temperature <= 1e3):
     raise ValueError(
@@ -165,6 +227,17 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     raise ValueError(f'top_k={top_k}: must be 0 (all) or above')
   if not 0 < top_p <= 1:
     raise ValueError(f'top_p={top_p}: must be in (0, 1]')
+  if keep_support and not top_k:
+    raise ValueError(
+        f'keep_support=True with top_k={top_k}: the support is kept as top_k'
+        ' tokens, so a top_k of 1 or above is needed'
+    )
+
+
+def _ids(z_TV, kept_TV, top_k):
+  """Returns the kept tokens int32 [T, k], likeliest first, -1 for none."""
+  order = jnp.argsort(-z_TV, -1, stable=True)[:, :top_k].astype(jnp.int32)
+  return jnp.where(jnp.take_along_axis(kept_TV, order, -1), order, -1)
 
 
 def _support(z_TV, top_k, top_p, numerics):
