@@ -25,6 +25,7 @@ from agentic_rl.envs import pool as pool_lib
 from agentic_rl.envs import sandbox
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import update
+from agentic_rl.parallel import mesh
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.policy import config as policy_config
 from agentic_rl.policy import tokenizer as tokenizer_lib
@@ -67,7 +68,11 @@ _LEAST = {
 }
 _SEEDS = 1 << 32  # a seed is a 32-bit number in the samplers' keys
 # Fields that may change between the runs of one work directory.
-FREE = ('evaluation.every', 'checkpoint', 'alerts', 'env_pool')
+FREE = (
+    'evaluation.every', 'checkpoint', 'alerts', 'env_pool',
+    'learner.on_mismatch',
+)  # fmt: skip
+ON_MISMATCH = ('warn', 'skip', 'stop')  # see `monitor`
 
 
 class Run:
@@ -78,6 +83,7 @@ class Run:
     workdir: where everything is written.
     fresh: whether the directory holds no run yet.
     summary: of a run that is finished already; then nothing else is there.
+    parallel: the mesh.
     policy: shape of the policy.
     chat: the token format.
     heldout: tasks of the evaluation.
@@ -96,12 +102,13 @@ class Run:
     self.stack = contextlib.ExitStack()
     self.fresh = True
     self.summary: dict[str, Any] | None = None
+    self.parallel: mesh.Parallel
     self.policy: policy_config.PolicyConfig
     self.chat: chat_lib.Chat
     self.heldout: tuple[types.Task, ...]
     self.metrics: metrics_lib.Metrics
     self.pool: pool_lib.EnvPool
-    self.engine: engines_lib.Engines
+    self.engine: engines_lib.Engines | engines_lib.MeshEngines
     self.collector: collect.Collector
     self.learner: update.Learner
     self.sampler: sampler_lib.TaskSampler
@@ -180,6 +187,7 @@ def setup(config: Any, workdir: pathlib.Path) -> Run:
   """
   run = Run(config, workdir)
   try:
+    mesh.host_devices(config.mesh)
     _prepare_process()
     _claim(run)
     if not run.fresh:
@@ -257,6 +265,7 @@ def _finished(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 def _build(run: Run) -> None:
   config = run.config
+  run.parallel = mesh.make(config.mesh)
   run.heldout = _heldout(run)
   made_for = run.heldout[0].env
   if made_for != config.env.name:
@@ -287,10 +296,10 @@ def _build(run: Run) -> None:
   limits = collect.Limits(
       config.rollout.action_tokens, config.rollout.deadline_s
   )
-  if config.learner.on_mismatch not in ('stop', 'warn'):
+  if config.learner.on_mismatch not in ON_MISMATCH:
     raise ValueError(
         f'learner.on_mismatch={config.learner.on_mismatch!r}: allowed are'
-        " 'stop' and 'warn'"
+        f' {ON_MISMATCH}'
     )
   run.learner = _learner(run, sampling)
   if config.learner.row_tokens < run.policy.max_context:
@@ -322,15 +331,7 @@ def _build(run: Run) -> None:
           deadline_s=config.env_pool.deadline_s,
       )
   )
-  run.engine = engines_lib.Engines(
-      run.policy,
-      config.seed,
-      engines=config.rollout.engines,
-      max_sequences=config.rollout.max_sequences,
-      pool_pages=config.rollout.pool_pages,
-      sampling=sampling,
-      route_weights=config.learner.routing_replay == 'ids_and_weights',
-  )
+  run.engine = _engine(run, sampling)
   run.collector = collect.Collector(run.engine, run.pool, run.chat, limits)
   run.open_metrics()
 
@@ -353,6 +354,26 @@ def optimizer_from(
   return optimizer_lib.make(
       options.pop('name'), steps=steps, cast=cast, **options
   )
+
+
+def _engine(run: Run, sampling: engine_lib.Sampling):
+  options = dict(
+      max_sequences=run.config.rollout.max_sequences,
+      pool_pages=run.config.rollout.pool_pages,
+      sampling=sampling,
+      route_weights=run.config.learner.routing_replay == 'ids_and_weights',
+  )
+  with _about('rollout'):
+    if run.parallel.mesh is not None:
+      return engines_lib.MeshEngines(
+          run.policy, run.config.seed, parallel=run.parallel, **options
+      )
+    return engines_lib.Engines(
+        run.policy,
+        run.config.seed,
+        engines=run.config.rollout.engines,
+        **options,
+    )
 
 
 def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
@@ -382,6 +403,7 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
       optimizer,
       rows=c.rows,
       row_tokens=c.row_tokens,
+      parallel=run.parallel,
   )
 
 

@@ -36,7 +36,7 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
     The weights, or None if it was stopped.
   """
   config, c = run_.config, run_.config.warm_start
-  weights = model.init(run_.policy, config.seed)
+  weights = model.init(run_.policy, config.seed, run_.parallel)
   if c.weights:
     return _taken(run_, weights)
   if not c.steps:
@@ -47,6 +47,7 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
       setup_run.optimizer_from(c.optimizer, c.steps, run_.policy),
       rows=c.rows,
       row_tokens=config.learner.row_tokens,
+      parallel=run_.parallel,
   )
   tree = {'weights': weights, 'optimizer': learner.init(weights)}
   step, before_s, began = 0, 0.0, time.monotonic()

@@ -16,6 +16,7 @@ def get_config(arg=None):
   arg = common.parse_arg(arg, iterations=2)
   config = common.ConfigDict()
   config.seed = 0
+  config.mesh = ''
 
   # Components are chosen by name, with their options beside it.
   config.tasks = dict(

@@ -14,6 +14,9 @@ def get_config(arg=None):
   arg = common.parse_arg(arg, debug=False, layers=8)
   config = common.ConfigDict()
   config.seed = 0
+  # Devices, as in 'data=2,fsdp=2,expert=2,context=1'; '' is one. On CPU the run
+  # makes as many of the host's devices itself.
+  config.mesh = ''
 
   # Tasks: fresh miniature repositories, held-out ones disjoint by construction.
   config.tasks = dict(
@@ -129,7 +132,9 @@ def get_config(arg=None):
       grpo=dict(normalize_std=True, keep_uniform=False, eps=1e-6),
   )
 
-  # Learner: on-policy, one optimizer step per iteration.
+  # Learner: on-policy, one optimizer step per iteration. When sampler and
+  # learner disagree although the policy is exact, or more than config.alerts
+  # allows (mismatch/*, router/flip*): 'warn', 'skip' the update, or 'stop'.
   config.learner = dict(
       iterations=64,
       rows=8,

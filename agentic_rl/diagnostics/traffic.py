@@ -16,6 +16,7 @@ import numpy as np
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import engine as engine_lib
+from agentic_rl.rollout import engines as engines_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Script:
     draws: tokens drawn in each turn.
     observations: ids read after each turn but the last.
     wait: steps between a turn and its observation.
+    forced: what the first draws must be, in order; the rest is drawn.
   """
 
   rollout_id: int
@@ -35,6 +37,7 @@ class Script:
   draws: tuple[int, ...]
   observations: tuple[tuple[int, ...], ...] = ()
   wait: int = 0
+  forced: tuple[int, ...] = ()
 
   @property
   def length(self) -> int:
@@ -53,6 +56,8 @@ class Played:
     logp: float32 [T], recorded log-prob; 0 where nothing was drawn.
     routes: int16 [T, L_moe, topk], -1 for tokens that were never read; with
       weights if the engine records them.
+    likeliest: int32 [T, k], what the engine found likeliest where it drew; k is
+      0 unless it reports them.
     support: int32 [T, k], what each token was drawn among, or None.
   """
 
@@ -60,6 +65,7 @@ class Played:
   sampled: np.ndarray
   logp: np.ndarray
   routes: np.ndarray
+  likeliest: np.ndarray
   support: np.ndarray | None = None
 
 
@@ -68,15 +74,16 @@ class _Live:
   """A script that is being played."""
 
   script: Script
-  logp: dict[int, float] = dataclasses.field(default_factory=dict)
-  support: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+  drawn_at: dict[int, engine_lib.Drawn] = dataclasses.field(
+      default_factory=dict
+  )
   turn: int = 0
   drawn: int = 0
   due: int = -1
 
 
 def play(
-    engine: engine_lib.Engine, scripts: Sequence[Script]
+    engine: engine_lib.Engine | engines_lib.Engines, scripts: Sequence[Script]
 ) -> dict[int, Played]:
   """Plays scripts, as many at once as fit; returns {rollout_id: Played}."""
   waiting, now = collections.deque(scripts), 0
@@ -86,13 +93,11 @@ def play(
     while waiting and engine.can_insert():
       script = waiting.popleft()
       slot = engine.insert(script.rollout_id, script.prompt)
+      engine.force(slot, script.forced)
       live[slot] = _Live(script)
     for item in engine.generate():
       seq = live[item.slot]
-      place = engine.length(item.slot) - 1
-      seq.logp[place] = item.logp
-      if item.support is not None:
-        seq.support[place] = item.support
+      seq.drawn_at[engine.length(item.slot) - 1] = item
       seq.drawn += 1
       if seq.drawn == seq.script.draws[seq.turn]:
         engine.pause(item.slot)
@@ -112,12 +117,22 @@ def play(
 
 def _finish(engine, slot: int, seq: _Live) -> Played:
   tokens, routes = engine.release(slot)
+  places, drawn = list(seq.drawn_at), list(seq.drawn_at.values())
   sampled, logp = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
-  sampled[list(seq.logp)] = True
-  logp[list(seq.logp)] = list(seq.logp.values())
+  likeliest = np.zeros((len(tokens), len(drawn[0].likeliest)), np.int32)
+  sampled[places] = True
+  logp[places] = [d.logp for d in drawn]
+  likeliest[places] = [d.likeliest for d in drawn]
   assert sampled.sum() == sum(seq.script.draws)
-  support = engine_lib.supports(seq.support, len(tokens))
-  return Played(np.asarray(tokens, np.int32), sampled, logp, routes, support)
+  support = {p: d.support for p, d in seq.drawn_at.items()}
+  return Played(
+      np.asarray(tokens, np.int32),
+      sampled,
+      logp,
+      routes,
+      likeliest,
+      engine_lib.supports(support, len(tokens)),
+  )
 
 
 def draw_scripts(

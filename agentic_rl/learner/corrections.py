@@ -154,6 +154,8 @@ CORRECTIONS: Mapping[str, Callable] = {
     'mask_sequence': mask_sequence,
     'mask_geometric': mask_geometric,
 }
+# Those that look at whole sequences.
+OF_SEQUENCES = ('tis_sequence', 'mask_sequence', 'mask_geometric')
 ANCHORS = ('behavior', 'learner')
 # Names of what `stats` counts.
 COUNTS = ('corrected', 'weight', 'weight_squared', 'truncated', 'masked')

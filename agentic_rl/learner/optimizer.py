@@ -152,3 +152,32 @@ def _matrices(weights: Any):
     return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 
   return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def state_shardings(
+    optimizer: optax.GradientTransformation, weights, shardings, other
+) -> Any:
+  """Returns where the state lives: moments beside their weights.
+
+  Args:
+    optimizer: from `make`.
+    weights: shapes of the weights.
+    shardings: the tree of their shardings.
+    other: sharding of counts and the like.
+  """
+  flat, tree = jax.tree.flatten_with_path(weights)
+  of = {
+      jax.tree_util.keystr(path): (leaf.shape, sharding)
+      for (path, leaf), sharding in zip(flat, tree.flatten_up_to(shardings))
+  }
+
+  def leaf(path, value):
+    # A moment's path ends with that of its weight.
+    for start in range(len(path)):
+      shape, sharding = of.get(jax.tree_util.keystr(path[start:]), ((), None))
+      if sharding is not None and shape == value.shape:
+        return sharding
+    return other
+
+  state = jax.eval_shape(optimizer.init, weights)
+  return jax.tree.map_with_path(leaf, state)

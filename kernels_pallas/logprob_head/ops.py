@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import pallas_tpu
@@ -149,6 +150,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     noise=1.0,
+    forced_T=None,
     keep_support: bool = False,
     numerics,
     impl='auto',
@@ -171,6 +173,8 @@ def sample(
       renormalised; in (0, 1].
     noise: factor of the noise, a number or a traced scalar; 0 draws greedily at
       the same temperature, in the same program.
+    forced_T: int32 [T], tokens to take instead of drawing, -1 to draw; their
+      log-probs come from the same program. None draws them all.
     keep_support: record the support; needs a top_k, which bounds its size.
     numerics: rounding and summation rules.
     impl: 'auto', 'xla', 'pallas' or 'reference'.
@@ -203,6 +207,8 @@ def sample(
       gumbel = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:], nx.F32))
       z = z + numerics.keep(gumbel(keys_T) * noise)
     tokens = jnp.argmax(z, -1).astype(jnp.int32)
+  if forced_T is not None:
+    tokens = jnp.where(forced_T < 0, tokens, forced_T)
   logp, _ = logprobs(
       x_TD,
       w_DV,
@@ -213,6 +219,30 @@ def sample(
       impl=impl,
   )
   return (tokens, logp, support) if keep_support else (tokens, logp)
+
+
+def likeliest(x_TD, w_DV, k: int, *, numerics, impl='auto'):
+  """Returns the k likeliest tokens of each row, int32 [T, k], best first.
+
+  For diagnostics: it builds [T, V].
+
+  Args:
+    x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
+    w_DV: [D, V] head.
+    k: in 0..V; of equal logits the lower token comes first.
+    numerics: rounding and summation rules.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
+
+  Raises:
+    ValueError: on a k outside its range, or shapes that do not fit.
+  """
+  _check(x_TD, w_DV, x_TD[:, 0], 'rows', numerics)
+  if not 0 <= k <= w_DV.shape[1]:
+    raise ValueError(f'k={k}: allowed are 0..{w_DV.shape[1]}')
+  if not k:
+    return jnp.zeros((x_TD.shape[0], 0), jnp.int32)
+  made = nx.choose(impl, IMPLS, 'likeliest')
+  return lax.top_k(made.logits(x_TD, w_DV, 1.0, numerics), k)[1]
 
 
 def check_sampling(

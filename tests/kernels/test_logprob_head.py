@@ -99,18 +99,6 @@ def test_extreme_logits_are_finite(impl):
   np.testing.assert_array_equal(entropy, np.zeros(ROWS))
 
 
-def biggest(jaxpr):
-  """Sizes of all arrays of a program, also of its loops and branches."""
-  for eqn in jaxpr.eqns:
-    for v in eqn.outvars:
-      yield v.aval.size
-    for value in eqn.params.values():
-      for part in value if isinstance(value, (tuple, list)) else (value,):
-        inner = getattr(part, 'jaxpr', part)
-        if hasattr(inner, 'eqns'):
-          yield from biggest(inner)
-
-
 @pytest.mark.parametrize(
     ('count', 'impl'), [(512, 'xla'), (320, 'xla'), (320, 'pallas')]
 )
@@ -125,7 +113,7 @@ def test_tokens_by_vocabulary_is_never_built(count, impl):
 
   gradient = jax.value_and_grad(loss, (0, 1))
   limit = max(xla.BACKWARD_ROWS, width) * vocab
-  assert max(biggest(jax.make_jaxpr(gradient)(x, w).jaxpr)) <= limit
+  assert max(samples.biggest(jax.make_jaxpr(gradient)(x, w).jaxpr)) <= limit
   text = nx.jit(gradient).lower(x, w).compile().as_text()
   shapes = {
       tuple(map(int, s.split(',')))
@@ -138,7 +126,7 @@ def test_tokens_by_vocabulary_is_never_built(count, impl):
   def size(top_k=0):
     options = dict(temperature=1.0, top_k=top_k, numerics=F32, impl=impl)
     drawn = jax.make_jaxpr(lambda *a: ops.sample(*a, **options))
-    return max(biggest(drawn(x, w, keys(count)).jaxpr))
+    return max(samples.biggest(drawn(x, w, keys(count)).jaxpr))
 
   assert size(top_k=3) == count * vocab
   assert (size() <= limit) == (impl == 'pallas')
