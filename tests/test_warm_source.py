@@ -12,6 +12,7 @@ from configs import swe
 from tests.smoke import runs
 
 
+@pytest.mark.slow
 def test_a_run_from_the_weights_of_another_ends_as_that_one(tmp_path):
   base, _ = runs.base()
   source, workdir = tmp_path / 'source', tmp_path / 'run'
