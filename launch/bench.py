@@ -1,7 +1,7 @@
 """Benchmarks.
 
   python launch/bench.py invariance [--config=configs/swe.py] [--json=FILE]
-  python launch/bench.py kernels --chip=v5e|v6e [--json=FILE]
+  python launch/bench.py kernels --chip=v5e|v6e [--only=OP,OP] [--json=FILE]
   python launch/bench.py device [--json=FILE]
   python launch/bench.py context [--chip=v5e] [--contexts=4096,32768]
       [--json=FILE]
@@ -12,8 +12,8 @@ ratio is above `--limit`.
 
 `kernels` compares our TPU kernels with JAX's own on the same work. It needs no
 TPU: it counts the VLIW bundles that the real compiler's programs issue. It takes
-minutes. A goal that is missed is marked and is no error; the exit code is 1 when
-a case could not be measured.
+minutes; `--only` takes parts of the names of cases. A goal that is missed is
+marked and is no error; the exit code is 1 when a case could not be measured.
 
 `device` is one prepared run, below 8 minutes, for a machine with an accelerator:
 whether results are equal to the bit there, and how fast the kernels are beside
@@ -69,7 +69,10 @@ def _invariance(args):
 def _kernels(args):
   from agentic_rl.diagnostics import kernel_bench
 
-  results, failures = kernel_bench.measure(args.chip, note=reports.note)
+  cases = kernel_bench.select(args.only)
+  results, failures = kernel_bench.measure(
+      args.chip, cases, note=reports.note
+  )
   text = kernel_bench.table(results, failures)
   return [r.row() for r in results], text, not failures
 
@@ -110,6 +113,7 @@ def _parse(argv):
   kernels = commands.add_parser('kernels')
   kernels.set_defaults(run=_kernels)
   kernels.add_argument('--chip', required=True, metavar='v5e|v6e')
+  kernels.add_argument('--only', default='', metavar='OP,OP')
   device = commands.add_parser('device')
   device.set_defaults(run=_device)
   context = commands.add_parser('context')
