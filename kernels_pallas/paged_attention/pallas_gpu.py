@@ -25,11 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import numerics as nx
 from kernels_pallas import warpgroup
-from kernels_pallas.paged_attention import pallas_tpu
 from kernels_pallas.paged_attention.layout import QUERY_TILE
 from kernels_pallas.paged_attention.layout import from_tiles
 from kernels_pallas.paged_attention.layout import tile_facts
 from kernels_pallas.paged_attention.layout import to_tiles
+from kernels_pallas.paged_attention.visits import visits
 
 ROWS = 64  # of a warpgroup
 WARPGROUPS = 2  # that compute, of a block
@@ -66,7 +66,7 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, sink_N, form, numerics):
   _check(q_TNH, kv_MCKh, groups)
   shape = _Shape(page, width, groups, form.window, selected_TKj is not None)
   positions, table, current = tile_facts(layout, page, tile)
-  count, numbers = pallas_tpu._visits(
+  count, numbers = visits(
       selected_TKj, layout, positions, current, page, form
   )
   inputs = [count, jnp.take_along_axis(table[:, None], numbers, 2), numbers]
