@@ -35,6 +35,7 @@ from kernels_pallas.paged_attention.layout import QUERY_TILE
 from kernels_pallas.paged_attention.layout import from_tiles
 from kernels_pallas.paged_attention.layout import tile_facts
 from kernels_pallas.paged_attention.layout import to_tiles
+from kernels_pallas.paged_attention.visits import visits
 
 LANES = 128
 ROWS = 256  # most rows of one score block
@@ -264,7 +265,7 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
       page, heads, group, layout.tiles is None, picks
   )
   positions, table, current = tile_facts(layout, page, tile)
-  count, numbers = _visits(
+  count, numbers = visits(
       selected_TKj, layout, positions, current, page, shape.form
   )
   tiles, rows = positions.shape[0], together * tile * group
@@ -457,51 +458,7 @@ def pages_read(layout, page, form, selected_TKj=None):
     selected_TKj: as `attend` gets it.
   """
   positions, _, current = tile_facts(layout, page)
-  return _visits(selected_TKj, layout, positions, current, page, form)[0]
-
-
-def _visits(selected, layout, positions, current, page, form):
-  """Pages each tile visits, ascending, the current page last.
-
-  Returns:
-    count int32 [tiles, K or 1], 0 for an empty tile, and page numbers int32
-    [tiles, K or 1, capacity]; entries past the count repeat the current page.
-  """
-  tile, pages = positions.shape[1], layout.page_table_SW.shape[1]
-  last = current[:, None, None]
-  if selected is None:
-    first = jnp.zeros_like(last)
-    capacity = pages
-    if form.window is not None:
-      lowest = jnp.min(jnp.where(positions >= 0, positions, 1 << 30), 1)
-      lowest = jnp.minimum(lowest, current * page)[:, None, None]
-      first = jnp.maximum(lowest - form.window + 1, 0) // page
-      capacity = min(pages, (form.window + page - 2) // page + 1)
-    numbers = jnp.minimum(first + jnp.arange(capacity), last)
-    count = (last - first)[..., 0] + 1
-    if form.window is not None and form.sink_page:
-      # Page 0 comes first, unless the window reaches it.
-      front = jnp.pad(numbers, [(0, 0), (0, 0), (1, 0)])
-      back = jnp.concatenate([numbers, last], -1)
-      numbers = jnp.where(first > 0, front, back)
-      count += first[..., 0] > 0
-  else:
-    nothing = jnp.int32(1 << 30)
-    chosen = to_tiles(selected, layout, fill=-1, tile=tile)
-    live = (positions >= 0)[:, :, None, None] & (chosen >= 0)
-    live &= chosen != current[:, None, None, None]
-    chosen = jnp.where(live, chosen, nothing).transpose(0, 2, 1, 3)
-    chosen = jnp.sort(chosen.reshape(*chosen.shape[:2], -1), -1)
-    before = jnp.pad(
-        chosen[..., :-1], [(0, 0), (0, 0), (1, 0)], constant_values=-1
-    )
-    chosen = jnp.sort(jnp.where(chosen == before, nothing, chosen), -1)
-    chosen = chosen[..., : min(pages, chosen.shape[-1])]
-    count = (chosen < nothing).astype(jnp.int32).sum(-1) + 1
-    chosen = jnp.pad(chosen, [(0, 0), (0, 0), (0, 1)], constant_values=1 << 30)
-    numbers = jnp.where(chosen < nothing, chosen, last)
-  count = jnp.where((positions >= 0).any(1)[:, None], count, 0)
-  return count.astype(jnp.int32), numbers.astype(jnp.int32)
+  return visits(selected_TKj, layout, positions, current, page, form)[0]
 
 
 def _walk(
