@@ -40,6 +40,7 @@ from kernels_pallas.paged_attention.visits import visits
 LANES = 128
 ROWS = 256  # most rows of one score block
 WORK = 8  # score blocks of one step of `_walk`, over all its pages
+AHEAD = 2  # score blocks that are multiplied before their turn
 SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
 SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
 
@@ -163,7 +164,7 @@ class _Shape:
     Args:
       state: (m, l, acc).
       s: [C, R] from `scores`.
-      pages: as in `scores`, finite.
+      pages: as in `scores`, their values finite.
       seen: bool [C, R], or None for all.
       rows: bool [1, R], which rows see the page, or None for all.
       owners: as in `scores`.
@@ -233,7 +234,7 @@ def _tree_sum_keys(p):
 
 
 def _scored(score, work):
-  """Yields each item of work with its scores, made one item before.
+  """Yields each item of work with its scores, made `AHEAD` items before.
 
   The matrix units take products in the order they are written in. Written one
   item after the other, they would wait for each softmax.
@@ -242,12 +243,10 @@ def _scored(score, work):
     score: makes the scores of an item.
     work: the items.
   """
-  ready = score(work[0])
+  ready = [score(item) for item in work[:AHEAD]]
   for n, item in enumerate(work):
-    s = ready
-    if n + 1 < len(work):
-      ready = score(work[n + 1])
-    yield item, s
+    ready += [score(later) for later in work[n + AHEAD : n + AHEAD + 1]]
+    yield item, ready.pop(0)
 
 
 def _iota(shape, axis):
@@ -272,7 +271,9 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   listed = jnp.take_along_axis(table[:, None], numbers, 2)
   # The kernel does not check them; a check costs as much as a copy.
   listed = jnp.clip(listed, 0, kv.shape[0] - 1)
-  walk = jnp.concatenate([count[..., None], listed, numbers], -1)[:, :, None]
+  newest = jnp.broadcast_to((positions.max(1) % page)[:, None], count.shape)
+  walk = [count[..., None], newest[..., None], listed, numbers]
+  walk = jnp.concatenate(walk, -1)[:, :, None]
   q = to_tiles(q_TNH, layout, tile=tile)
   q = q.reshape(tiles, tile, heads // together, together, group, -1)
   q = q.transpose(2, 0, 3, 1, 4, 5).reshape(heads // together, tiles, rows, -1)
@@ -366,42 +367,39 @@ def walk_plan(page: int, heads: int, group: int, rows: bool, picks: bool):
   return tile, together, blocks, _pages_at_once(len(blocks))
 
 
-def _blocks(rows, together):
-  """Score blocks of a grid step: first row, rows, and whose they are.
+def _blocks(rows: int, together: int):
+  """Returns the score blocks of a grid step: first row, rows, whose they are.
+
+  A block is some rows of one head, or the rows of several heads that fill the
+  lanes. Where none of it fits, all heads are one block.
 
   Args:
     rows: of one KV head.
     together: KV heads of the step.
-
-  Returns:
-    (first, rows, heads) of each block: some rows of one head, or the rows of
-    as many heads as share the lanes.
   """
-  share = _divisor(together, LANES // rows)
+  fills = lambda n: together % n == 0 and n * rows % LANES == 0
+  share = next(filter(fills, range(1, together)), together)
   if share > 1:
     return [
         (h * rows, share * rows, range(h, h + share))
         for h in range(0, together, share)
     ]
   return [
-      (h * rows + r, min(ROWS, rows - r), [h])
+      (h * rows + r, min(ROWS, rows - r), range(h, h + 1))
       for h in range(together)
       for r in range(0, rows, ROWS)
   ]
 
 
-def _divisor(n, most):
-  """Returns the largest divisor of n up to `most`, at least 1."""
-  return max(d for d in range(1, n + 1) if n % d == 0 and (d == 1 or d <= most))
-
-
 def _together(heads: int, rows: int) -> int:
-  """KV heads of a grid step: the largest divisor that makes WORK blocks."""
-  return max(
-      n
-      for n in range(1, heads + 1)
-      if heads % n == 0 and (n == 1 or len(_blocks(rows, n)) <= WORK)
-  )
+  """Returns the KV heads of a grid step, as many as fit: a divisor."""
+
+  def fits(n):
+    sizes = [size for _, size, _ in _blocks(rows, n)]
+    return len(sizes) <= WORK and max(sizes) <= max(ROWS, rows)
+
+  divisors = (n for n in range(1, heads + 1) if heads % n == 0)
+  return max(filter(fits, divisors), default=1)
 
 
 def _pages_at_once(blocks: int) -> int:
@@ -482,7 +480,8 @@ def _walk(
   sink = more[-1] if sinks else None
   windowed = shape.form.window is not None
   head = pl.program_id(0)
-  count = walk[0, 0, 0, 0]
+  count, newest = walk[0, 0, 0, 0], walk[0, 0, 0, 1]
+  number_of = lambda place: walk[0, 0, 0, 2 + capacity + place]
   both = 2 * shape.width
   start = head * together * both
   if not nx.interpret():
@@ -495,7 +494,7 @@ def _walk(
   queries = [q[0, 0, first : first + rows] for first, rows, _ in blocks]
 
   def copy(place, slot):
-    source = kv.at[walk[0, 0, 0, 1 + place], :, lanes]
+    source = kv.at[walk[0, 0, 0, 2 + place], :, lanes]
     return pltpu.make_async_copy(source, pages.at[slot], sems.at[slot])
 
   def fetch(step):
@@ -540,7 +539,7 @@ def _walk(
     states = {}
     for (u, i), s in _scored(score, work):
       place = step * at_once + u
-      number = walk[0, 0, 0, 1 + capacity + jnp.minimum(place, count - 2)]
+      number = number_of(jnp.minimum(place, count - 2))
       here = None
       if at_once > 1:
         here = jnp.full((1, s.shape[1]), place, jnp.int32) < count - 1
@@ -569,19 +568,18 @@ def _walk(
       )
     lax.fori_loop(0, steps, visit, 0)
     last.wait()
-    number = walk[0, 0, 0, 1 + capacity + count - 1]
-    # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
-    written = offsets <= jnp.max(pos[0] - number * shape.page)
-    page = [
-        [jnp.where(written, x, jnp.zeros_like(x)) for x in kv_of(ring, i)]
-        for i in range(len(blocks))
-    ]
-    score = lambda i: shape.scores(queries[i], page[i], owners[i])
+    number = number_of(count - 1)
+    score = lambda i: shape.scores(queries[i], kv_of(ring, i), owners[i])
     for i, s in _scored(score, range(len(blocks))):
+      # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
+      page = [
+          jnp.where(offsets <= newest, x, jnp.zeros_like(x))
+          for x in kv_of(ring, i)
+      ]
       seen = offsets <= pos[0, :, rows_of(i)] - number * shape.page
       if windowed:
         seen &= in_window(number, i)
-      state = shape.step(load(i), s, page[i], seen, None, owners[i])
+      state = shape.step(load(i), s, page, seen, None, owners[i])
       out[0, 0, rows_of(i)], lse[0, 0, :, rows_of(i)] = shape.finish(state)
 
   @pl.when(count == 0)

@@ -12,6 +12,7 @@ from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import form as forms
 from kernels_pallas.paged_attention import layout as layouts
 from kernels_pallas.paged_attention import ops
+from kernels_pallas.paged_attention import pallas_tpu
 from tests.kernels import samples
 from tests.kernels import streams
 
@@ -337,6 +338,55 @@ def test_a_row_is_pure(dtype, impl, mode):
   same(rows, full)
   same(packed(fill=1e4), full)
   same(packed(pack=[[4], [2, 1], [0, 3]]), full)
+
+
+@pytest.mark.parametrize(
+    'mode',
+    [
+        'full',
+        pytest.param('window sink page', marks=pytest.mark.slow),
+        pytest.param('block all', marks=pytest.mark.slow),
+    ],
+)
+def test_score_blocks_give_the_same_bits(mode, monkeypatch):
+  """One for all heads of a tile, against two for each, as at real widths."""
+  data = streams.world('bfloat16')
+  one = in_stream(data, 'bfloat16', mode, streams.whole(data), impl='pallas')
+  monkeypatch.setattr(pallas_tpu, 'LANES', 32)
+  monkeypatch.setattr(pallas_tpu, 'ROWS', 16)
+  blocks = pallas_tpu._blocks(streams.PAGE * 2, streams.KV_HEADS)
+  assert blocks == [
+      (0, 16, range(1)),
+      (16, 16, range(1)),
+      (32, 16, range(1, 2)),
+      (48, 16, range(1, 2)),
+  ]
+  attend.cache_clear()
+  try:
+    same(in_rows(data, 'bfloat16', mode, impl='pallas'), one)
+  finally:
+    attend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ('plan', 'expected'),
+    [  # page, K, G, learner, selection: tile, heads, blocks, rows, pages
+        ((128, 4, 4, True, False), (128, 4, 8, 256, 1)),
+        ((128, 4, 4, True, True), (64, 1, 1, 256, 8)),
+        ((64, 4, 4, True, False), (64, 4, 4, 256, 2)),
+        ((128, 1, 16, True, False), (128, 1, 8, 256, 1)),
+        ((128, 4, 4, False, False), (8, 4, 1, 128, 8)),
+        ((128, 8, 4, False, False), (8, 8, 2, 128, 4)),
+        ((128, 8, 5, False, False), (8, 4, 1, 160, 8)),
+        ((128, 4, 4, False, True), (8, 1, 1, 32, 8)),
+    ],
+)
+def test_score_blocks(plan, expected):
+  tile, together, blocks, at_once = pallas_tpu.walk_plan(*plan)
+  (size,) = {size for _, size, _ in blocks}
+  assert (tile, together, len(blocks), size, at_once) == expected
+  covered = [r for first, n, _ in blocks for r in range(first, first + n)]
+  assert covered == list(range(together * tile * plan[2]))
 
 
 def test_gradients_are_deterministic():
