@@ -70,9 +70,7 @@ def _kernels(args):
   from agentic_rl.diagnostics import kernel_bench
 
   cases = kernel_bench.select(args.only)
-  results, failures = kernel_bench.measure(
-      args.chip, cases, note=reports.note
-  )
+  results, failures = kernel_bench.measure(args.chip, cases, note=reports.note)
   text = kernel_bench.table(results, failures)
   return [r.row() for r in results], text, not failures
 
