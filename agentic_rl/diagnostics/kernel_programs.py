@@ -142,7 +142,10 @@ def our_attention(
     return fun, args
   # A tile walks over the pages before its own; the backward one at a time.
   heads, *_, tiles = _grid(fun, args)
-  at_once = 1 if backward else pallas_tpu.WALK_PAGES
+  at_once = 1
+  if not backward:
+    group = HEADS // KV_HEADS
+    *_, at_once = pallas_tpu.walk_plan(PAGE, KV_HEADS, group, True, sparse)
   past = np.tile(np.arange(tiles) * TOKENS // tiles // PAGE, heads)
   if sparse:  # the pages that some token of the tile selected
     union = selections().reshape(tiles, tokens // tiles, heads, -1).any(1)
@@ -174,7 +177,9 @@ def our_decode():
       _struct((SEQUENCES * pages, PAGE, KV_HEADS, 2 * WIDTH), _BF16),
       layout,
   ]
-  steps = -(-(pages - 1) // pallas_tpu.WALK_PAGES)
+  group = HEADS // KV_HEADS
+  *_, at_once = pallas_tpu.walk_plan(PAGE, KV_HEADS, group, False, False)
+  steps = -(-(pages - 1) // at_once)
   loops = [int(np.prod(_grid(run, args))) * steps]
   return run, args, {'paged_attention': dict(loops=loops)}
 

@@ -304,7 +304,7 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
     # Less to compile where the compiler is not the chip's.
     at_once = min(at_once, 2)
   lead = 2 if nx.interpret() else WORK // at_once
-  slots = (lead + 1) * at_once + 1
+  ring = ((lead + 1) * at_once + 1, page, together * 2 * shape.width)
   out, lse = pl.pallas_call(
       functools.partial(
           _walk,
@@ -328,14 +328,14 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
           jax.ShapeDtypeStruct((heads // together, tiles, 1, rows), nx.F32),
       ],
       scratch_shapes=[
-          pltpu.VMEM((slots, page, together * 2 * shape.width), kv.dtype),
-          pltpu.SemaphoreType.DMA((slots,)),
+          pltpu.VMEM(ring, kv.dtype),
+          pltpu.SemaphoreType.DMA(ring[:1]),
           pltpu.VMEM((2, rows), nx.F32),
           pltpu.VMEM((shape.depth, rows), nx.F32),
       ],
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=('arbitrary', 'arbitrary'),
-          vmem_limit_bytes=48 << 20,
+          vmem_limit_bytes=math.prod(ring) * kv.dtype.itemsize + (16 << 20),
           disable_bounds_checks=True,
       ),
       interpret=nx.interpret(),

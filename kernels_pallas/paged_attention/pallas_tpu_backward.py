@@ -63,7 +63,7 @@ def attend_rows_backward(
   page, heads, both = kv_MCKh.shape[1:]
   group = q_TNH.shape[1] // heads
   shape = forward._Shape(page, heads, both // 2, group, numerics, form)
-  _check_row(layout.row_length, both, kv_MCKh.dtype)
+  row_bytes = _row_bytes(layout.row_length, both, kv_MCKh.dtype)
   slide = forward._slides(layout, page, form)
   if slide:
     own = forward._own_pages(layout.row_length // page, page, SLIDE_TOKENS)
@@ -119,7 +119,8 @@ def attend_rows_backward(
       ],
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=('arbitrary',) * 3,
-          vmem_limit_bytes=ROW_BYTES + (16 << 20),
+          # No more than it needs: XLA keeps operands in the rest.
+          vmem_limit_bytes=row_bytes + (16 << 20),
       ),
       interpret=nx.interpret(),
       name='paged_attention_backward',
@@ -129,13 +130,14 @@ def attend_rows_backward(
   return dq, dkv.reshape(kv_MCKh.shape).astype(kv_MCKh.dtype)
 
 
-def _check_row(length: int, both: int, dtype) -> None:
+def _row_bytes(length: int, both: int, dtype) -> int:
   bytes_of_token = 2 * both * (jnp.dtype(dtype).itemsize + 4)
   if not nx.interpret() and length * bytes_of_token > ROW_BYTES:
     raise ValueError(
         f'layout.row_length={length}: allowed is {ROW_BYTES // bytes_of_token}'
         f' for heads of {both // 2}, whose keys and gradients stay in VMEM'
     )
+  return length * bytes_of_token
 
 
 def _step(shape, dq, q, g, facts, kv_ref, dkv_ref, page, seen, rows):
