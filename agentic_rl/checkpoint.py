@@ -52,6 +52,7 @@ class Checkpointer:
       *,
       keep: int = 3,
       warn: Callable[[str], None] = logging.getLogger(__name__).warning,
+      read_only: bool = False,
   ):
     """Opens a folder and removes what a killed run left half written.
 
@@ -60,6 +61,8 @@ class Checkpointer:
       keep: number of newest checkpoints to keep, >= 1; 2 or more leave one to
         fall back on.
       warn: told when a checkpoint is corrupt and an older one is used.
+      read_only: the folder belongs to another run: nothing is made, removed or
+        written there.
 
     Raises:
       CheckpointError: the folder can not be made.
@@ -72,13 +75,16 @@ class Checkpointer:
     self._failed = False
     _quiet_orbax()
     try:
-      self.folder.mkdir(parents=True, exist_ok=True)
+      if not read_only:
+        self.folder.mkdir(parents=True, exist_ok=True)
       self._manager = ocp.CheckpointManager(
           self.folder,
           options=ocp.CheckpointManagerOptions(
               max_to_keep=keep,
-              cleanup_tmp_directories=True,
-              enable_async_checkpointing=True,
+              create=not read_only,
+              cleanup_tmp_directories=not read_only,
+              enable_async_checkpointing=not read_only,
+              read_only=read_only,
           ),
           item_names=('tree', 'meta'),
           item_handlers={
@@ -203,8 +209,14 @@ class Checkpointer:
   def __exit__(self, *unused) -> None:
     self.close()
 
-  def _restore(self, step: int, abstract_tree: Any):
-    """Returns (tree, state) of one step; any exception means corrupt."""
+  def _restore(self, step: int, abstract_tree: Any, part: str = ''):
+    """Returns (tree, state) of one step; any exception means corrupt.
+
+    Args:
+      step: of the checkpoint.
+      abstract_tree: see `restore_latest`.
+      part: only leaves whose key path begins so are looked at.
+    """
     meta = self._manager.restore(
         step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
     ).meta
@@ -212,13 +224,16 @@ class Checkpointer:
     if sha256 != _json_sha256(meta):
       raise CheckpointError(f'{self.folder / str(step) / "meta"} was altered')
     like = _flat(abstract_tree)
-    _check_match(step, meta['leaves'], like)
+    leaves = {k: v for k, v in meta['leaves'].items() if k.startswith(part)}
+    _check_match(step, leaves, like)
     wanted = _wanted(like)
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args)
+    args = ocp.args.PyTreeRestore(
+        wanted, restore_args=restore_args, partial_restore=bool(part)
+    )
     flat = self._manager.restore(step, args=ocp.args.Composite(tree=args)).tree
     flat = _rebuilt(flat, like)
-    for key, saved in meta['leaves'].items():
+    for key, saved in leaves.items():
       if saved != _describe(flat[key]):
         raise CheckpointError(
             f'array {key} in {self.folder / str(step) / "tree"} was altered'
@@ -261,6 +276,48 @@ class Checkpointer:
         f'cannot write a checkpoint to {self.folder}: {reason}.'
         f' Newest complete checkpoint: {newest}.'
     )
+
+
+def read_part(
+    folder: str | os.PathLike,
+    name: str,
+    abstract_tree: Any,
+    step: int | None = None,
+) -> tuple[int, Any, dict[str, Any]]:
+  """Reads one entry of another run's checkpoint; changes nothing there.
+
+  Args:
+    folder: of the checkpoints.
+    name: key of the saved tree's top dict, as in {'weights': ..., ...}.
+    abstract_tree: what that entry holds, see `Checkpointer.restore_latest`.
+    step: of the checkpoint; None for the newest.
+
+  Returns:
+    (step, the entry with the saved bits, JSON state).
+
+  Raises:
+    MismatchError: it holds other arrays.
+    CheckpointError: there is no such checkpoint, or it is corrupt.
+  """
+  with Checkpointer(folder, read_only=True) as checkpointer:
+    steps = checkpointer.steps()
+    if not steps:
+      raise CheckpointError(f'there is no checkpoint in {folder}')
+    step = steps[-1] if step is None else step
+    if step not in steps:
+      raise CheckpointError(
+          f'no checkpoint {step} in {folder}: there are {steps}'
+      )
+    wanted = {name: abstract_tree}
+    try:
+      tree, state = checkpointer._restore(step, wanted, f'{name}.')
+    except MismatchError:
+      raise
+    except Exception as error:
+      raise CheckpointError(
+          f'checkpoint {step} in {folder} is corrupt: {_first_line(error)}'
+      ) from error
+  return step, tree[name], state
 
 
 def params_sha256(tree: Any) -> str:

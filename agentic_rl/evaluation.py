@@ -6,6 +6,7 @@ import math
 import threading
 from typing import Any
 
+from agentic_rl import monitor
 from agentic_rl import setup_run
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import journal
@@ -43,10 +44,11 @@ def evaluate(
 
   Raises:
     EnvironmentFailure: no environment worked.
+    MismatchError: the sampler holds other weights, and the run stops on it.
   """
   c = run.config.evaluation
   run.metrics.start_phase('heldout', None)
-  run.engine.load_params(weights, step)
+  published = monitor.publish(run, weights, step)
   stop = stop or threading.Event()
   first_greedy = 2 * _FIRST_ID - 1 - (1 << 20)
   try:
@@ -64,6 +66,7 @@ def evaluate(
   }
   values = {k: v for k, v in result.items() if k != 'interval'}
   values |= {k: v for k, v in stats.items() if k.startswith('rollout/')}
+  values |= published
   run.metrics.log(
       step,
       values,

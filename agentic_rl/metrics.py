@@ -184,16 +184,20 @@ class Metrics:
       self._boards[phase] = _EventFile(folder, first)
     return self._boards[phase]
 
+  def out_of_bounds(self, name: str, value: float) -> str:
+    """Returns which bound of `alerts` a value leaves, '' for none."""
+    low, high = self.alerts.get(name, (None, None))
+    if not math.isfinite(value):
+      return 'not finite'
+    if low is not None and value < low:
+      return f'below {low:g}'
+    if high is not None and value > high:
+      return f'above {high:g}'
+    return ''
+
   def _check(self, name: str, value: float, step: int) -> None:
     """Alerts once when a metric leaves its bounds, again after it was back."""
-    low, high = self.alerts.get(name, (None, None))
-    message = ''
-    if not math.isfinite(value):
-      message = 'not finite'
-    elif low is not None and value < low:
-      message = f'below {low:g}'
-    elif high is not None and value > high:
-      message = f'above {high:g}'
+    message = self.out_of_bounds(name, value)
     if message and name not in self._alerting:
       self.alert(name, value, message, step)
     if message:

@@ -20,12 +20,15 @@ from agentic_rl import checkpoint as checkpoint_lib
 from agentic_rl import credit
 from agentic_rl import metrics as metrics_lib
 from agentic_rl import types
+from agentic_rl import warm_source
 from agentic_rl.envs import pool as pool_lib
 from agentic_rl.envs import sandbox
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import update
+from agentic_rl.parallel import mesh
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.policy import config as policy_config
+from agentic_rl.policy import model
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import engine as engine_lib
@@ -66,7 +69,11 @@ _LEAST = {
 }
 _SEEDS = 1 << 32  # a seed is a 32-bit number in the samplers' keys
 # Fields that may change between the runs of one work directory.
-FREE = ('evaluation.every', 'checkpoint', 'alerts', 'env_pool')
+FREE = (
+    'evaluation.every', 'checkpoint', 'alerts', 'env_pool', 'mesh',
+    'learner.on_mismatch',
+)  # fmt: skip
+ON_MISMATCH = ('warn', 'skip', 'stop')  # see `monitor`
 
 
 class Run:
@@ -77,6 +84,7 @@ class Run:
     workdir: where everything is written.
     fresh: whether the directory holds no run yet.
     summary: of a run that is finished already; then nothing else is there.
+    parallel: the mesh.
     policy: shape of the policy.
     chat: the token format.
     heldout: tasks of the evaluation.
@@ -95,12 +103,13 @@ class Run:
     self.stack = contextlib.ExitStack()
     self.fresh = True
     self.summary: dict[str, Any] | None = None
+    self.parallel: mesh.Parallel
     self.policy: policy_config.PolicyConfig
     self.chat: chat_lib.Chat
     self.heldout: tuple[types.Task, ...]
     self.metrics: metrics_lib.Metrics
     self.pool: pool_lib.EnvPool
-    self.engine: engines_lib.Engines
+    self.engine: engines_lib.Engines | engines_lib.MeshEngines
     self.collector: collect.Collector
     self.learner: update.Learner
     self.sampler: sampler_lib.TaskSampler
@@ -179,7 +188,8 @@ def setup(config: Any, workdir: pathlib.Path) -> Run:
   """
   run = Run(config, workdir)
   try:
-    _prepare_process()
+    mesh.host_devices(config.mesh)
+    prepare_process()
     _claim(run)
     if not run.fresh:
       run.summary = _finished(workdir)
@@ -220,7 +230,7 @@ def _claim(run: Run) -> None:
         f'workdir {run.workdir}: sandboxes show this part of the system to the'
         ' code of agents, which could read the held-out tasks; choose another'
     )
-  _check_numbers(run.config)
+  check_numbers(run.config)
   run.fresh = not path.exists()
   if not run.fresh:
     common.check_same(run.config, path, free=FREE)
@@ -230,7 +240,8 @@ def _claim(run: Run) -> None:
       shutil.rmtree(half) if half.is_dir() else half.unlink()
 
 
-def _check_numbers(config: Any) -> None:
+def check_numbers(config: Any) -> None:
+  """Raises ValueError if a number of a config has no sense."""
   values = common.fields(config)
   for path, value in values.items():
     if isinstance(value, float) and not math.isfinite(value):
@@ -256,6 +267,7 @@ def _finished(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 def _build(run: Run) -> None:
   config = run.config
+  run.parallel = mesh.make(config.mesh)
   run.heldout = _heldout(run)
   made_for = run.heldout[0].env
   if made_for != config.env.name:
@@ -268,6 +280,11 @@ def _build(run: Run) -> None:
       'small',
       {'vocab': run.chat.tokenizer.vocab_size, **dict(config.policy.items())},
   )
+  source = _source(run)
+  if source is not None:
+    source.check(run.policy, run.heldout)
+  shapes = jax.eval_shape(lambda: model.init(run.policy, 0))
+  mesh.check(run.parallel, shapes, model.logical_axes(run.policy))
   nx.choose(run.policy.impl, row_ops.IMPLS, 'policy')
   if 0 < config.rollout.pool_pages < config.rollout.engines:
     raise ValueError(
@@ -283,10 +300,10 @@ def _build(run: Run) -> None:
   limits = collect.Limits(
       config.rollout.action_tokens, config.rollout.deadline_s
   )
-  if config.learner.on_mismatch not in ('stop', 'warn'):
+  if config.learner.on_mismatch not in ON_MISMATCH:
     raise ValueError(
         f'learner.on_mismatch={config.learner.on_mismatch!r}: allowed are'
-        " 'stop' and 'warn'"
+        f' {ON_MISMATCH}'
     )
   run.learner = _learner(run, sampling)
   if config.learner.row_tokens < run.policy.max_context:
@@ -295,7 +312,8 @@ def _build(run: Run) -> None:
         f' sequence, policy.max_context={run.policy.max_context} tokens or more'
     )
   with _about('warm_start.optimizer'):
-    optimizer_from(config.warm_start.optimizer, max(1, config.warm_start.steps))
+    steps = max(1, config.warm_start.steps)
+    optimizer_from(config.warm_start.optimizer, steps, run.policy)
   with _about('warm_start.noise'):
     expert.Noise(**dict(config.warm_start.noise.items()))
   run.sampler = sampler_lib.TaskSampler.create(
@@ -317,14 +335,7 @@ def _build(run: Run) -> None:
           deadline_s=config.env_pool.deadline_s,
       )
   )
-  run.engine = engines_lib.Engines(
-      run.policy,
-      config.seed,
-      engines=config.rollout.engines,
-      max_sequences=config.rollout.max_sequences,
-      pool_pages=config.rollout.pool_pages,
-      sampling=sampling,
-  )
+  run.engine = _engine(run, sampling)
   run.collector = collect.Collector(run.engine, run.pool, run.chat, limits)
   run.open_metrics()
 
@@ -338,10 +349,35 @@ def _about(path: str) -> Iterator[None]:
     raise ValueError(f'{path}: {error}') from error
 
 
-def optimizer_from(options: Any, steps: int):
-  """Returns the optimizer that a config's dict describes."""
+def optimizer_from(
+    options: Any, steps: int, policy: policy_config.PolicyConfig
+):
+  """Returns the optimizer that a config's dict describes, for a policy."""
   options = dict(options.items())
-  return optimizer_lib.make(options.pop('name'), steps=steps, **options)
+  cast = None if policy.precision == 'float32' else policy.numerics.cast
+  return optimizer_lib.make(
+      options.pop('name'), steps=steps, cast=cast, **options
+  )
+
+
+def _engine(run: Run, sampling: engine_lib.Sampling):
+  options = dict(
+      max_sequences=run.config.rollout.max_sequences,
+      pool_pages=run.config.rollout.pool_pages,
+      sampling=sampling,
+      route_weights=run.config.learner.routing_replay == 'ids_and_weights',
+  )
+  with _about('rollout'):
+    if run.parallel.mesh is not None:
+      return engines_lib.MeshEngines(
+          run.policy, run.config.seed, parallel=run.parallel, **options
+      )
+    return engines_lib.Engines(
+        run.policy,
+        run.config.seed,
+        engines=run.config.rollout.engines,
+        **options,
+    )
 
 
 def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
@@ -354,16 +390,33 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
         entropy=c.entropy,
         reference_kl=c.reference_kl,
         balance=c.balance,
+        anchor=c.anchor,
+        correction=c.correction.name,
+        correction_options=tuple(sorted(common.options(c.correction).items())),
+        routing_replay=c.routing_replay,
     )
+    if c.routing_replay != 'none' and not run.policy.moe_layers:
+      raise ValueError(
+          f'routing_replay={c.routing_replay!r}: the policy has no experts'
+      )
   with _about('learner.optimizer'):
-    optimizer = optimizer_from(c.optimizer, c.iterations)
+    optimizer = optimizer_from(c.optimizer, c.iterations, run.policy)
   return update.Learner(
       run.policy,
       loss,
       optimizer,
       rows=c.rows,
       row_tokens=c.row_tokens,
+      parallel=run.parallel,
   )
+
+
+def _source(run: Run) -> warm_source.Source | None:
+  """Returns whose warm start is taken; None if this run has its own."""
+  folder = run.config.warm_start.weights
+  if not folder or run.checkpoints('warm_start').steps():
+    return None
+  return warm_source.Source(folder)
 
 
 def _heldout(run: Run) -> tuple[types.Task, ...]:
@@ -397,17 +450,26 @@ def _tokenizer(run: Run) -> tokenizer_lib.Tokenizer:
   if path.exists() and not run.fresh:
     return tokenizer_lib.Tokenizer.load(path)
   c = run.config
-  tasks = generate.generate_tasks(
-      c.tokenizer.corpus_tasks,
-      'train',
-      c.tasks.fresh.difficulty,
-      holdout_fraction=c.tasks.fresh.holdout_fraction,
-  )
-  made = tokenizer_lib.Tokenizer.train(
-      expert.corpus(tasks), c.tokenizer.vocab_size
-  )
+  source = _source(run)
+  if source is not None:
+    made = source.tokenizer(common.plain(c.tokenizer))
+  else:
+    made = train_tokenizer(c)
   made.save(path)
   return made
+
+
+def train_tokenizer(config: Any) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer that a config describes."""
+  tasks = generate.generate_tasks(
+      config.tokenizer.corpus_tasks,
+      'train',
+      config.tasks.fresh.difficulty,
+      holdout_fraction=config.tasks.fresh.holdout_fraction,
+  )
+  return tokenizer_lib.Tokenizer.train(
+      expert.corpus(tasks), config.tokenizer.vocab_size
+  )
 
 
 def _resume_steps(run: Run) -> dict[str, int]:
@@ -430,7 +492,7 @@ def _alerts(config: Any):
   return bounds
 
 
-def _prepare_process() -> None:
+def prepare_process() -> None:
   """Settings of the process: compilation cache and memory allocator."""
   if jax.config.jax_compilation_cache_dir is None:
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')

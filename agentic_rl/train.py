@@ -10,6 +10,7 @@ again ends with the same weights as one that was not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import threading
 import time
@@ -21,6 +22,7 @@ from agentic_rl import checkpoint as checkpoint_lib
 from agentic_rl import credit
 from agentic_rl import evaluation
 from agentic_rl import metrics as metrics_lib
+from agentic_rl import monitor
 from agentic_rl import setup_run
 from agentic_rl import warm_start
 from agentic_rl.learner import pack as pack_lib
@@ -36,10 +38,6 @@ SHOWN = (
 )  # fmt: skip
 
 
-class MismatchError(RuntimeError):
-  """Sampler and learner disagreed although they must not."""
-
-
 @dataclasses.dataclass
 class State:
   """What the reinforcement phase carries from iteration to iteration.
@@ -48,8 +46,10 @@ class State:
     weights: of the policy.
     optimizer: its state.
     iteration: iterations done; also the version of the weights.
-    counts: sums over the run: tokens sampled, unequal bits, flips, seconds.
+    counts: sums over the run: tokens sampled, unequal bits, flips, updates
+      skipped, seconds.
     before: evaluation before the first iteration.
+    sampler: state of the task sampler after these iterations.
   """
 
   weights: Any
@@ -57,10 +57,15 @@ class State:
   iteration: int = 0
   counts: dict[str, float] = dataclasses.field(
       default_factory=lambda: dict.fromkeys(
-          ('tokens_sampled', 'compared', 'unequal', 'flips', 'wall_s'), 0
+          (
+              'tokens_sampled', 'compared', 'unequal', 'flips', 'skipped',
+              'wall_s',
+          ),
+          0,
       )
-  )
+  )  # fmt: skip
   before: dict[str, Any] = dataclasses.field(default_factory=dict)
+  sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def train(config, workdir, stop: threading.Event | None = None):
@@ -78,7 +83,7 @@ def train(config, workdir, stop: threading.Event | None = None):
     ConfigError: a field has no sense, or the directory holds another run.
     CheckpointError: checkpoints can not be written, or all are corrupt.
     EnvironmentFailure: the sandbox does not work on this machine.
-    MismatchError: an exact policy was not exact.
+    MismatchError: sampler and learner disagreed, see `monitor`.
     DivergedError: the gradient is not finite.
   """
   began = time.monotonic()
@@ -99,16 +104,18 @@ def train(config, workdir, stop: threading.Event | None = None):
 
     # ------------------------------------------------------------------ resume
     sampler = run.sampler
-    state = State(weights, run.learner.init(weights))
+    state = State(weights, run.learner.init(weights), sampler=sampler.state())
     reference = jax.tree.map(lambda a: a.copy(), weights)
     saved = run.restore('rl', _tree(state))
     if saved is not None:
       state.iteration, tree, extra = saved
       state.weights, state.optimizer = tree['weights'], tree['optimizer']
-      state.counts, state.before = extra['counts'], extra['before']
-      sampler.restore(extra['sampler'])
+      state.counts |= extra['counts']
+      state.before, state.sampler = extra['before'], extra['sampler']
+      sampler.restore(state.sampler)
     else:
       state.counts['wall_s'] = run.earlier_s
+    run.stack.push(functools.partial(_keep_on_mismatch, run, state))
 
     # -------------------------------------------------------------- evaluation
     if not state.before:
@@ -128,6 +135,11 @@ def train(config, workdir, stop: threading.Event | None = None):
       advantages, credit_stats = credit.assign(  # [P][G] arrays [A]
           groups, config.credit.name, **common.options(config.credit)
       )
+      journal.write(
+          journal.path_of(workdir, 'rl', state.iteration + 1),
+          [t for g in groups for t in g.trajectories],
+          [a for row in advantages for a in row],
+      )
       examples = [
           pack_lib.from_trajectory(t, a)
           for group, row in zip(groups, advantages)
@@ -138,33 +150,24 @@ def train(config, workdir, stop: threading.Event | None = None):
       learn_began = time.monotonic()
       if examples:
         batch = run.learner.pack(examples)  # [B, T]
-        state.weights, state.optimizer, learned = run.learner.update(
-            state.weights, state.optimizer, batch, reference
-        )
-        stats |= learned
-        _check_exact(run, state, learned)
-        update.check_finite(learned, f'iteration {state.iteration}')
+        stats |= learn(run, state, batch, reference, stats)
       state.iteration += 1
+      state.sampler = sampler.state()
       stats['learner/wall_s'] = time.monotonic() - learn_began
       stats['iteration_s'] = time.monotonic() - iteration_began
       state.counts['tokens_sampled'] += int(stats['rollout/sampled_tokens'])
-      journal.write(
-          journal.path_of(workdir, 'rl', state.iteration),
-          [t for g in groups for t in g.trajectories],
-          [a for row in advantages for a in row],
-      )
       run.metrics.log(state.iteration, stats, show=SHOWN)
       every = config.evaluation.every
       if every and state.iteration % every == 0 and state.iteration < total:
         evaluation.evaluate(run, state.weights, state.iteration, 'heldout')
       clock.update()
       if state.iteration % config.checkpoint.rl_every == 0 or stop.is_set():
-        _save(run, state, sampler)
+        _save(run, state)
     if state.iteration < total:
       return _stopped(run)
 
     # ----------------------------------------------------------------- finished
-    _save(run, state, sampler)
+    _save(run, state)
     after = evaluation.evaluate(run, state.weights, total, 'after', stop)
     if after is None:
       return _stopped(run)
@@ -181,16 +184,17 @@ def rollouts(run: setup_run.Run, state: State, tasks):
     tasks: P tasks.
 
   Returns:
-    P groups of G trajectories, and the metrics of the collection.
+    P groups of G trajectories, and the metrics of publication and collection.
 
   Raises:
     EnvironmentFailure: no environment worked.
+    MismatchError: the sampler holds other weights, and the run stops on it.
   """
   config = run.config
   group = config.rollout.group
   first = state.iteration * config.rollout.tasks * group
   # One program, one copy of the weights: publishing moves no bytes.
-  run.engine.load_params(state.weights, state.iteration)
+  published = monitor.publish(run, state.weights, state.iteration)
   trajectories, stats = run.collector.collect(
       collect.group_requests(tasks, group, first, config.seed),
       lambda done, all_: run.metrics.tick(
@@ -198,7 +202,41 @@ def rollouts(run: setup_run.Run, state: State, tasks):
       ),
   )
   collect.check_environments(trajectories, f'iteration {state.iteration}')
-  return collect.groups_of(tasks, trajectories), stats
+  return collect.groups_of(tasks, trajectories), stats | published
+
+
+def learn(run: setup_run.Run, state: State, batch, reference, stats):
+  """Takes an optimizer step on a batch, unless it is to be skipped.
+
+  Args:
+    run: the parts of the run.
+    state: its weights and optimizer state move on.
+    batch: [B, T], packed.
+    reference: weights of the reference policy.
+    stats: of the publication.
+
+  Returns:
+    The metrics of the batch.
+
+  Raises:
+    MismatchError: sampler and learner disagree, and the run stops on it.
+    DivergedError: the gradient is not finite.
+  """
+  step = state.iteration + 1
+  found = run.learner.accumulate(state.weights, batch, reference)
+  learned = found.stats
+  update.check_finite(learned, f'iteration {step}')
+  applied = monitor.may_apply(run, step, stats | learned)
+  if applied:
+    state.weights, state.optimizer, learned = run.learner.apply(
+        state.weights, state.optimizer, found
+    )
+    update.check_finite(learned, f'iteration {step}')
+  state.counts['compared'] += int(learned['mismatch/compared'])
+  state.counts['unequal'] += int(learned['mismatch/unequal_bits'])
+  state.counts['flips'] += int(learned['router/flips'])
+  state.counts['skipped'] += not applied
+  return {**learned, 'mismatch/skipped': float(not applied)}
 
 
 # --------------------------------------------------------------------- details
@@ -220,34 +258,19 @@ def _tree(state: State) -> dict[str, Any]:
   return {'weights': state.weights, 'optimizer': state.optimizer}
 
 
-def _save(run: setup_run.Run, state: State, sampler) -> None:
+def _save(run: setup_run.Run, state: State) -> None:
   extra = {
       'counts': state.counts,
       'before': state.before,
-      'sampler': sampler.state(),
+      'sampler': state.sampler,
   }
   run.checkpoints('rl').save(state.iteration, _tree(state), extra)
 
 
-def _check_exact(run: setup_run.Run, state: State, learned) -> None:
-  """Counts mismatches; an exact policy must have none."""
-  unequal = int(learned['mismatch/unequal_bits'])
-  flips = int(learned['router/flips'])
-  state.counts['compared'] += int(learned['mismatch/compared'])
-  state.counts['unequal'] += unequal
-  state.counts['flips'] += flips
-  deviation = learned['mismatch/max_abs_ratio_dev']
-  if not run.policy.exact or not (unequal or flips or deviation):
-    return
-  text = (
-      f'iteration {state.iteration}: {unequal} of'
-      f' {int(learned["mismatch/compared"])} log-probs differ between sampler'
-      f' and learner, {flips} routes flipped, the on-policy ratio is off 1 by'
-      f' {deviation:.3g}'
-  )
-  if run.config.learner.on_mismatch == 'stop':
-    raise MismatchError(text)
-  run.metrics.alert('mismatch/unequal_bits', unequal, text, state.iteration)
+def _keep_on_mismatch(run: setup_run.Run, state: State, kind, *unused) -> None:
+  """Saves the state that a mismatch stopped, when the run is left."""
+  if kind is monitor.MismatchError:
+    _save(run, state)
 
 
 def _stopped(run: setup_run.Run) -> None:
@@ -276,6 +299,8 @@ def _finish(run: setup_run.Run, state: State, after) -> dict[str, Any]:
       'compared_logprobs': int(counts['compared']),
       'unequal_logprob_bits': int(counts['unequal']),
       'route_flips': int(counts['flips']),
+      'skipped_updates': int(counts['skipped']),
+      'weights_hash': run.engine.weights_hashes[0],
       'params_sha256': checkpoint_lib.params_sha256(state.weights),
       'peak_memory_gb': round(setup_run.peak_memory_gb(), 2),
       'config_hash': common.config_hash(run.config),

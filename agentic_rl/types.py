@@ -119,12 +119,15 @@ class Trajectory:
     logp_behavior: float32 [T], log-prob of each sampled token under the policy
       that drew it, else 0.
     routes: int16 [T, L, topk] experts of each token in slot order, -1 where
-      unknown, or None for a policy without experts.
+      unknown, or None for a policy without experts; with the fields 'expert'
+      and 'weight' (float32) where weights were recorded.
     weight_version: version of the weights that sampled it.
     turns: the actions with their observations.
     status: why it ended.
     reward: the outcome (the sum of rewards is `total_reward`).
     info: JSON values for logs (solved, wall seconds).
+    support: int32 [T, k] tokens that each drawn token was drawn among, filled
+      up with -1; None unless it was recorded.
   """
 
   rollout_id: int
@@ -139,6 +142,7 @@ class Trajectory:
   status: Status
   reward: float
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  support: np.ndarray | None = None
 
   @property
   def total_reward(self) -> float:
@@ -176,7 +180,9 @@ class Batch:
     logp_behavior_BT: float32, log-prob recorded for the target.
     sampled_BT: bool, True where the target was drawn by the policy.
     routes_BTLk: int16 experts recorded for the input token, -1 if unknown; None
-      for supervised data.
+      for supervised data; with weights as in `Trajectory`.
+    support_BTk: int32 tokens that the target was drawn among, filled up with
+      -1; None unless it was recorded.
   """
 
   tokens_BT: np.ndarray
@@ -188,6 +194,7 @@ class Batch:
   logp_behavior_BT: np.ndarray
   sampled_BT: np.ndarray
   routes_BTLk: np.ndarray | None = None
+  support_BTk: np.ndarray | None = None
 
 
 def content_hash(value: Any) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from agentic_rl import checkpoint as checkpoint_lib
 from agentic_rl import setup_run
 from agentic_rl import types
+from agentic_rl import warm_source
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
 from agentic_rl.policy import chat as chat_lib
@@ -34,15 +36,18 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
     The weights, or None if it was stopped.
   """
   config, c = run_.config, run_.config.warm_start
-  weights = model.init(run_.policy, config.seed)
+  weights = model.init(run_.policy, config.seed, run_.parallel)
+  if c.weights:
+    return _taken(run_, weights)
   if not c.steps:
     return weights
   learner = update.Learner(
       run_.policy,
       update.LossConfig('supervised', balance=c.balance),
-      setup_run.optimizer_from(c.optimizer, c.steps),
+      setup_run.optimizer_from(c.optimizer, c.steps, run_.policy),
       rows=c.rows,
       row_tokens=config.learner.row_tokens,
+      parallel=run_.parallel,
   )
   tree = {'weights': weights, 'optimizer': learner.init(weights)}
   step, before_s, began = 0, 0.0, time.monotonic()
@@ -76,6 +81,20 @@ def run(run_: setup_run.Run, stop: threading.Event) -> Any | None:
       extra = {'seconds': run_.warm_start_s}
       run_.checkpoints('warm_start').save(step, tree, extra)
   return None if step < c.steps else tree['weights']
+
+
+def _taken(run_: setup_run.Run, like: Any) -> Any:
+  """Returns the weights of another run's warm start, and keeps them here."""
+  saved = run_.restore('warm_start', {'weights': like})
+  if saved is not None:
+    return saved[1]['weights']
+  folder = run_.config.warm_start.weights
+  step, weights = warm_source.Source(folder).weights(like)
+  digest = checkpoint_lib.params_sha256(weights)
+  extra = {'seconds': 0.0, 'source': folder, 'params_sha256': digest}
+  run_.checkpoints('warm_start').save(step, {'weights': weights}, extra)
+  run_.metrics.note(f'Warm start: that of {folder}, weights {digest[:16]}.')
+  return weights
 
 
 # Traces of so many steps are packed together, which leaves less padding.

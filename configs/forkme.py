@@ -16,6 +16,7 @@ def get_config(arg=None):
   arg = common.parse_arg(arg, iterations=2)
   config = common.ConfigDict()
   config.seed = 0
+  config.mesh = ''
 
   # Components are chosen by name, with their options beside it.
   config.tasks = dict(
@@ -30,6 +31,7 @@ def get_config(arg=None):
 
   # First the expert's traces, then P tasks x G rollouts per iteration.
   config.warm_start = dict(
+      weights='',
       steps=4,
       sequences=8,
       rows=4,

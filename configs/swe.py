@@ -14,6 +14,9 @@ def get_config(arg=None):
   arg = common.parse_arg(arg, debug=False, layers=8)
   config = common.ConfigDict()
   config.seed = 0
+  # Devices, as in 'data=2,fsdp=2,expert=2,context=1'; '' is one. On CPU the run
+  # makes as many of the host's devices itself.
+  config.mesh = ''
 
   # Tasks: fresh miniature repositories, held-out ones disjoint by construction.
   config.tasks = dict(
@@ -73,8 +76,10 @@ def get_config(arg=None):
       remat=False,
   )
 
-  # Warm start: supervised learning on an imperfect scripted expert.
+  # Warm start: supervised learning on an imperfect scripted expert; or, if
+  # `weights` names the work directory of another run, what that one ended with.
   config.warm_start = dict(
+      weights='',
       steps=400,
       sequences=18,
       rows=4,
@@ -109,7 +114,9 @@ def get_config(arg=None):
       action_tokens=32,
       deadline_s=300.0,
   )
-  config.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)
+  config.sampling = dict(
+      temperature=1.0, top_k=0, top_p=1.0, keep_support=False
+  )
 
   # Credit: one advantage per action.
   config.credit = dict(
@@ -125,7 +132,9 @@ def get_config(arg=None):
       grpo=dict(normalize_std=True, keep_uniform=False, eps=1e-6),
   )
 
-  # Learner: on-policy, one optimizer step per iteration.
+  # Learner: on-policy, one optimizer step per iteration. When sampler and
+  # learner disagree although the policy is exact, or more than config.alerts
+  # allows (mismatch/*, router/flip*): 'warn', 'skip' the update, or 'stop'.
   config.learner = dict(
       iterations=64,
       rows=8,
@@ -137,6 +146,18 @@ def get_config(arg=None):
       entropy=0.0,
       reference_kl=0.0,
       balance=0.0,
+      # When the sampler is another policy than the learner: learner/corrections
+      # and policy/routing.
+      anchor='behavior',
+      correction=dict(
+          name='none',
+          tis_token=dict(cap=2.0),
+          tis_sequence=dict(cap=2.0),
+          mask_token=dict(low=0.5, high=2.0),
+          mask_sequence=dict(low=0.5, high=2.0),
+          mask_geometric=dict(low=0.9, high=1.1),
+      ),
+      routing_replay='none',
       on_mismatch='stop',
       optimizer=dict(
           name='adam',

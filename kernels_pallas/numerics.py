@@ -76,26 +76,32 @@ class Numerics:
   """How numbers are rounded and summed; static in every program.
 
   Attributes:
-    dtype: 'float32' or 'bfloat16', the precision of activations and weights.
+    dtype: 'float32' or 'bfloat16', the precision of activations and weights;
+      'fp8' is 'bfloat16' whose layers multiply numbers of 8 bits.
     exact: False only in the control arm.
 
   Raises:
-    ValueError: if dtype is not one of the two.
+    ValueError: if dtype is not one of the three.
   """
 
   dtype: str = 'float32'
   exact: bool = True
 
   def __post_init__(self):
-    if self.dtype not in ('float32', 'bfloat16'):
+    if self.dtype not in ('float32', 'bfloat16', 'fp8'):
       raise ValueError(
-          f"dtype={self.dtype!r}: allowed are 'float32' and 'bfloat16'"
+          f"dtype={self.dtype!r}: allowed are 'float32', 'bfloat16' and 'fp8'"
       )
+
+  @property
+  def quantized(self) -> bool:
+    """True if the layers' matrix products take `fp8_matmul`'s operands."""
+    return self.dtype == 'fp8'
 
   @property
   def emulated(self) -> bool:
     """True where bfloat16 values are held in float32 arrays (on CPU)."""
-    return self.dtype == 'bfloat16' and platform() == 'cpu'
+    return self.dtype != 'float32' and platform() == 'cpu'
 
   @property
   def storage(self) -> Any:

@@ -67,6 +67,7 @@ def main(argv) -> None:
   )
   stop = stop_on_signals()
   from agentic_rl import checkpoint  # JAX loads only now
+  from agentic_rl import monitor
   from agentic_rl import train
   from agentic_rl.envs import protocol
   from agentic_rl.learner import update
@@ -80,7 +81,7 @@ def main(argv) -> None:
       common.ConfigError,
       checkpoint.CheckpointError,
       protocol.EnvironmentFailure,
-      train.MismatchError,
+      monitor.MismatchError,
       update.DivergedError,
       OSError,  # the disk is full, a file may not be read
   ) as error:

@@ -1,4 +1,4 @@
-"""Settings of every test, made before anything imports jax."""
+"""Settings of every test, made before anything uses jax."""
 
 import hashlib
 import os
@@ -26,6 +26,12 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
 os.environ.setdefault('JAX_COMPILATION_CACHE_MAX_SIZE', str(2**30))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
+
+# Read once, on import, so not before.
+import jax  # noqa: E402
+
+# Tests of meshes need devices; the others use the first one.
+jax.config.update('jax_num_cpu_devices', 8)
 
 
 @pytest.hookimpl(tryfirst=True)

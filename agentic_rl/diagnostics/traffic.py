@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, Sequence
 
 import numpy as np
 
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import engine as engine_lib
+from agentic_rl.rollout import engines as engines_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Script:
     draws: tokens drawn in each turn.
     observations: ids read after each turn but the last.
     wait: steps between a turn and its observation.
+    forced: what the first draws must be, in order; the rest is drawn.
   """
 
   rollout_id: int
@@ -35,6 +37,7 @@ class Script:
   draws: tuple[int, ...]
   observations: tuple[tuple[int, ...], ...] = ()
   wait: int = 0
+  forced: tuple[int, ...] = ()
 
   @property
   def length(self) -> int:
@@ -51,13 +54,19 @@ class Played:
     tokens: int32 [T].
     sampled: bool [T], whether it was drawn.
     logp: float32 [T], recorded log-prob; 0 where nothing was drawn.
-    routes: int16 [T, L_moe, topk], -1 for tokens that were never read.
+    routes: int16 [T, L_moe, topk], -1 for tokens that were never read; with
+      weights if the engine records them.
+    likeliest: int32 [T, k], what the engine found likeliest where it drew; k is
+      0 unless it reports them.
+    support: int32 [T, k], what each token was drawn among, or None.
   """
 
   tokens: np.ndarray
   sampled: np.ndarray
   logp: np.ndarray
   routes: np.ndarray
+  likeliest: np.ndarray
+  support: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -65,27 +74,41 @@ class _Live:
   """A script that is being played."""
 
   script: Script
-  logp: dict[int, float] = dataclasses.field(default_factory=dict)
+  drawn_at: dict[int, engine_lib.Drawn] = dataclasses.field(
+      default_factory=dict
+  )
   turn: int = 0
   drawn: int = 0
   due: int = -1
 
 
 def play(
-    engine: engine_lib.Engine, scripts: Sequence[Script]
+    engine: engine_lib.Engine | engines_lib.Engines,
+    scripts: Sequence[Script],
+    progress: Callable[[int], None] = lambda drawn: None,
 ) -> dict[int, Played]:
-  """Plays scripts, as many at once as fit; returns {rollout_id: Played}."""
-  waiting, now = collections.deque(scripts), 0
+  """Plays scripts, as many at once as fit; returns {rollout_id: Played}.
+
+  Args:
+    engine: without open sequences.
+    scripts: with distinct rollout ids.
+    progress: told after each step how many tokens were drawn.
+  """
+  waiting, now, drawn = collections.deque(scripts), 0, 0
   live: dict[int, _Live] = {}
   out: dict[int, Played] = {}
   while waiting or live:
     while waiting and engine.can_insert():
       script = waiting.popleft()
       slot = engine.insert(script.rollout_id, script.prompt)
+      engine.force(slot, script.forced)
       live[slot] = _Live(script)
-    for item in engine.generate():
+    items = engine.generate()
+    drawn += len(items)
+    progress(drawn)
+    for item in items:
       seq = live[item.slot]
-      seq.logp[engine.length(item.slot) - 1] = item.logp
+      seq.drawn_at[engine.length(item.slot) - 1] = item
       seq.drawn += 1
       if seq.drawn == seq.script.draws[seq.turn]:
         engine.pause(item.slot)
@@ -105,11 +128,22 @@ def play(
 
 def _finish(engine, slot: int, seq: _Live) -> Played:
   tokens, routes = engine.release(slot)
+  places, drawn = list(seq.drawn_at), list(seq.drawn_at.values())
   sampled, logp = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
-  sampled[list(seq.logp)] = True
-  logp[list(seq.logp)] = list(seq.logp.values())
+  likeliest = np.zeros((len(tokens), len(drawn[0].likeliest)), np.int32)
+  sampled[places] = True
+  logp[places] = [d.logp for d in drawn]
+  likeliest[places] = [d.likeliest for d in drawn]
   assert sampled.sum() == sum(seq.script.draws)
-  return Played(np.asarray(tokens, np.int32), sampled, logp, routes)
+  support = {p: d.support for p, d in seq.drawn_at.items()}
+  return Played(
+      np.asarray(tokens, np.int32),
+      sampled,
+      logp,
+      routes,
+      likeliest,
+      engine_lib.supports(support, len(tokens)),
+  )
 
 
 def draw_scripts(
@@ -178,6 +212,7 @@ def examples(
             logp_behavior=item.logp,
             sampled=item.sampled,
             routes=item.routes,
+            support=item.support,
         )
     )
   return out

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from agentic_rl.policy import model
@@ -26,6 +27,7 @@ def make(
     clip_norm: float = 1.0,
     weight_decay: float = 0.0,
     b2: float = 0.95,
+    cast: Callable[[jax.Array], jax.Array] | None = None,
 ) -> optax.GradientTransformation:
   """Returns an optimizer that leaves the routers' balance biases alone.
 
@@ -39,6 +41,8 @@ def make(
     clip_norm: bound of the gradient's global norm.
     weight_decay: decoupled decay.
     b2: second-moment decay of Adam.
+    cast: how the caller rounds the weights after an update; the state then
+      keeps them unrounded. None where they are not rounded.
 
   Raises:
     ValueError: on an unknown name or decay, or a number out of range.
@@ -65,6 +69,8 @@ def make(
     )
   else:
     raise ValueError(f"optimizer {name!r}: allowed are 'adam' and 'muon'")
+  if cast is not None:
+    rule = _unrounded(rule, cast)
 
   def labels(weights):
     return jax.tree_util.tree_map_with_path(
@@ -77,6 +83,46 @@ def make(
           {'trained': rule, 'held': optax.set_to_zero()}, labels
       ),
   )
+
+
+class Unrounded(NamedTuple):
+  """State of a rule whose weights are rounded after every update.
+
+  Attributes:
+    inner: state of the rule.
+    weights: float32, before rounding.
+  """
+
+  inner: Any
+  weights: Any
+
+
+def _unrounded(
+    rule: optax.GradientTransformation,
+    cast: Callable[[jax.Array], jax.Array],
+) -> optax.GradientTransformation:
+  """Applies a rule to unrounded weights, so that small steps add up.
+
+  A bfloat16 number has 8 bits: a step of less than 1/512 of a weight would be
+  rounded away, in every update anew.
+  """
+
+  def init(weights):
+    # Copies: the caller may donate weights and state together.
+    whole = jax.tree.map(
+        lambda w: jnp.array(w, jnp.float32, copy=True), weights
+    )
+    return Unrounded(rule.init(whole), whole)
+
+  def update(grads, state, weights=None):
+    steps, inner = rule.update(grads, state.inner, state.weights)
+    whole = optax.apply_updates(state.weights, steps)
+    change = jax.tree.map(
+        lambda new, old: cast(new).astype(jnp.float32) - old, whole, weights
+    )
+    return change, Unrounded(inner, whole)
+
+  return optax.GradientTransformation(init, update)
 
 
 def schedule(rate: float, steps: int, warmup: int, decay: str):
@@ -106,3 +152,32 @@ def _matrices(weights: Any):
     return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 
   return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def state_shardings(
+    optimizer: optax.GradientTransformation, weights, shardings, other
+) -> Any:
+  """Returns where the state lives: moments beside their weights.
+
+  Args:
+    optimizer: from `make`.
+    weights: shapes of the weights.
+    shardings: the tree of their shardings.
+    other: sharding of counts and the like.
+  """
+  flat, tree = jax.tree.flatten_with_path(weights)
+  of = {
+      jax.tree_util.keystr(path): (leaf.shape, sharding)
+      for (path, leaf), sharding in zip(flat, tree.flatten_up_to(shardings))
+  }
+
+  def leaf(path, value):
+    # A moment's path ends with that of its weight.
+    for start in range(len(path)):
+      shape, sharding = of.get(jax.tree_util.keystr(path[start:]), ((), None))
+      if sharding is not None and shape == value.shape:
+        return sharding
+    return other
+
+  state = jax.eval_shape(optimizer.init, weights)
+  return jax.tree.map_with_path(leaf, state)

@@ -14,6 +14,9 @@ import numpy as np
 
 from agentic_rl import types
 
+# Fields whose empty value is -1.
+_UNKNOWN = ('segments_BT', 'routes_BTLk', 'support_BTk')
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -25,7 +28,9 @@ class Example:
     advantages: float32, advantage of the action that owns the token.
     logp_behavior: float32, log-prob recorded when it was drawn.
     sampled: bool, whether the policy drew it.
-    routes: int16 [T, L_moe, topk], or None.
+    routes: int16 [T, L_moe, topk], or None; with weights as in
+      `types.Trajectory`.
+    support: int32 [T, k], what each token was drawn among, or None.
   """
 
   tokens: np.ndarray
@@ -34,6 +39,7 @@ class Example:
   logp_behavior: np.ndarray
   sampled: np.ndarray
   routes: np.ndarray | None = None
+  support: np.ndarray | None = None
 
 
 def from_trajectory(
@@ -63,6 +69,7 @@ def from_trajectory(
       trajectory.logp_behavior,
       trajectory.sampled,
       trajectory.routes,
+      trajectory.support,
   )
 
 
@@ -88,12 +95,17 @@ def pack(
     first token of a sequence has no loss.
 
   Raises:
-    ValueError: if a sequence is longer than a row.
+    ValueError: if a sequence is longer than a row, or only some routes have
+      weights.
   """
   places, count = _places([len(e.tokens) for e in examples], row_tokens, page)
   count = max(rows, -(-count // rows) * rows)
   shape = (count, row_tokens)
   first = next((e.routes for e in examples if e.routes is not None), None)
+  kinds = {e.routes.dtype for e in examples if e.routes is not None}
+  if len(kinds) > 1:
+    raise ValueError(f'routes of {kinds}: all or none must have weights')
+  among = next((e.support for e in examples if e.support is not None), None)
   batch = types.Batch(
       tokens_BT=np.zeros(shape, np.int32),
       targets_BT=np.zeros(shape, np.int32),
@@ -108,7 +120,10 @@ def pack(
       sampled_BT=np.zeros(shape, bool),
       routes_BTLk=None
       if first is None
-      else np.full(shape + first.shape[1:], -1, np.int16),
+      else np.full(shape + first.shape[1:], -1, first.dtype),
+      support_BTk=None
+      if among is None
+      else np.full(shape + among.shape[1:], -1, np.int32),
   )
   for number, (example, (row, start)) in enumerate(zip(examples, places)):
     n = len(example.tokens)
@@ -124,6 +139,8 @@ def pack(
     batch.sampled_BT[row, ahead] = example.sampled[1:]
     if batch.routes_BTLk is not None and example.routes is not None:
       batch.routes_BTLk[row, here] = example.routes
+    if batch.support_BTk is not None and example.support is not None:
+      batch.support_BTk[row, ahead] = example.support[1:]
   return batch
 
 
@@ -173,7 +190,7 @@ def _fill(batch: types.Batch, missing: int) -> types.Batch:
   for field in dataclasses.fields(batch):
     value = getattr(batch, field.name)
     if value is not None:
-      blank = -1 if field.name in ('segments_BT', 'routes_BTLk') else 0
+      blank = -1 if field.name in _UNKNOWN else 0
       rest = np.full((missing, *value.shape[1:]), blank, value.dtype)
       value = np.concatenate([value, rest])
     cut[field.name] = value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from concurrent import futures
 from typing import Any, Mapping, NamedTuple
 
@@ -18,16 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from agentic_rl import types
+from agentic_rl.learner import corrections
 from agentic_rl.learner import losses
+from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
+from agentic_rl.parallel import mesh
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from kernels_pallas import numerics as nx
 from kernels_pallas.logprob_head import ops as head_ops
-from kernels_pallas.paged_attention import layout as layouts
 
 # Microbatches are added up in so many chains side by side: one program of small
 # operations does not fill two cores.
@@ -48,6 +53,13 @@ class LossConfig:
       (Source: arXiv:2402.03300 eq. 4).
     balance: step of the routers' balance bias against the load
       (Source: arXiv:2408.15664 alg. 1); 0 leaves it.
+    anchor: what the ratio of the loss is taken to: 'behavior', the recorded
+      log-prob, or 'learner', the learner's own before the update, which leaves
+      a mismatch of the two to the correction.
+    correction: key of `corrections.CORRECTIONS`.
+    correction_options: keyword options of it, as sorted pairs.
+    routing_replay: what of the recorded routes the forward takes over, see
+      `routing.MODES`.
 
   Raises:
     ValueError: on an unknown loss or option, or a value outside its range.
@@ -59,8 +71,15 @@ class LossConfig:
   entropy: float = 0.0
   reference_kl: float = 0.0
   balance: float = 0.0
+  anchor: str = 'behavior'
+  correction: str = 'none'
+  correction_options: tuple[tuple[str, Any], ...] = ()
+  routing_replay: str = 'none'
 
   def __post_init__(self):
+    options = dict(self.correction_options)
+    corrections.check(self.correction, options, self.anchor)
+    routing.check(self.routing_replay)
     if self.name not in losses.LOSSES:
       raise ValueError(
           f'loss {self.name!r}: allowed are {sorted(losses.LOSSES)}'
@@ -85,11 +104,12 @@ def check_finite(stats: Mapping[str, float], where: str) -> None:
   """Raises DivergedError unless loss and gradient of an update are finite.
 
   Args:
-    stats: from `Learner.update`.
+    stats: from `Learner.update`, or from `Learner.accumulate`, which has no
+      norm yet.
     where: for the message.
   """
   for name in ('loss', 'grad_norm'):
-    if not np.isfinite(stats[name]):
+    if not np.isfinite(stats.get(name, 0.0)):
       raise DivergedError(
           f'{where}: {name} is {stats[name]}; a smaller learning rate may help'
           ' (the last checkpoint is kept)'
@@ -103,11 +123,14 @@ class Learner:
     cfg: shape of the policy.
     loss: what is minimised.
     optimizer: from `optimizer.make`.
-    rows: rows of a microbatch.
+    rows: rows of a microbatch; on a mesh the next number that gives every
+      device whole row tiles.
     row_tokens: tokens of a row, a multiple of the page.
+    parallel: the mesh.
 
   Raises:
-    ValueError: if a row is no multiple of the page or shorter than the context.
+    ValueError: if a row is no multiple of the page or shorter than the context,
+      or its parts on the mesh are no whole pages.
   """
 
   def __init__(
@@ -118,11 +141,25 @@ class Learner:
       *,
       rows: int,
       row_tokens: int,
+      parallel: mesh.Parallel = mesh.SINGLE,
   ):
-    if row_tokens % cfg.page or row_tokens * rows % nx.ROW_TILE:
+    parts = parallel.size('context')
+    if row_tokens % (cfg.page * parts):
       raise ValueError(
-          f'rows={rows} of row_tokens={row_tokens}: rows must be whole pages of'
-          f' {cfg.page} and a microbatch whole tiles of {nx.ROW_TILE}'
+          f'row_tokens={row_tokens}: a multiple of page={cfg.page} times the'
+          f" mesh's context={parts} is needed"
+      )
+    if parts > 1 and loss.correction in corrections.OF_SEQUENCES:
+      raise ValueError(
+          f'correction {loss.correction!r} with context={parts}: sequences are'
+          ' cut there; allowed are those of single tokens'
+      )
+    if parallel.mesh is not None:
+      rows = _mesh_rows(rows, row_tokens // parts, parallel)
+    if row_tokens * rows % nx.ROW_TILE:
+      raise ValueError(
+          f'rows={rows} of row_tokens={row_tokens}: a microbatch must be whole'
+          f' tiles of {nx.ROW_TILE}'
       )
     if row_tokens < cfg.max_context:
       raise ValueError(
@@ -131,22 +168,53 @@ class Learner:
       )
     self.cfg, self.loss, self.optimizer = cfg, loss, optimizer
     self.rows, self.row_tokens = rows, row_tokens
+    self.parallel = parallel
+    logical = model.logical_axes(cfg)
+    self._shardings = parallel.shardings(logical)
+    specs, whole = parallel.specs(logical), PartitionSpec()
+    sums = Sums(specs, whole, whole)
+    own = PartitionSpec(mesh.AXES)
     self._accumulate = nx.jit(
-        functools.partial(_accumulate, cfg=cfg, loss=loss),
+        parallel.map(
+            functools.partial(
+                _accumulate, cfg=cfg, loss=loss, parallel=parallel
+            ),
+            (specs, specs if loss.reference_kl else whole, sums, own, whole),
+            sums,
+        ),
         exact=cfg.exact,
         donate_argnums=(2,),
     )
-    self._zeros = jax.jit(functools.partial(Sums.zeros, cfg))
-    self._threads = futures.ThreadPoolExecutor(CHAINS)
+    everywhere = parallel.replicated()
+    self._zeros = jax.jit(
+        functools.partial(Sums.zeros, cfg),
+        out_shardings=Sums(self._shardings, everywhere, everywhere),
+    )
+    # Two programs that talk across devices must not run at once.
+    self._chains = CHAINS if parallel.mesh is None else 1
+    self._threads = futures.ThreadPoolExecutor(self._chains)
     self._apply = nx.jit(
         functools.partial(_apply, cfg=cfg, loss=loss, optimizer=optimizer),
         exact=cfg.exact,
         donate_argnums=(0, 1),
+        out_shardings=(self._shardings, self._state_shardings(), None, None),
     )
 
   def init(self, weights) -> Any:
     """Returns the optimizer state of fresh weights."""
-    return jax.jit(self.optimizer.init)(weights)
+    return jax.jit(self.optimizer.init, out_shardings=self._state_shardings())(
+        weights
+    )
+
+  def _state_shardings(self) -> Any:
+    if self.parallel.mesh is None:
+      return None
+    return optimizer_lib.state_shardings(
+        self.optimizer,
+        jax.eval_shape(lambda: model.init(self.cfg, 0)),
+        self._shardings,
+        self.parallel.replicated(),
+    )
 
   def pack(self, examples) -> types.Batch:
     """Packs examples into rows of this learner's size."""
@@ -158,7 +226,7 @@ class Learner:
     )
 
   def update(self, weights, state, batch: types.Batch, reference=None):
-    """Takes one optimizer step on a batch.
+    """Takes one optimizer step on a batch: `accumulate`, then `apply`.
 
     Args:
       weights: of the policy; donated.
@@ -172,6 +240,23 @@ class Learner:
     Raises:
       ValueError: if the batch trains no token, or the reference is missing.
     """
+    found = self.accumulate(weights, batch, reference)
+    return self.apply(weights, state, found)
+
+  def accumulate(self, weights, batch: types.Batch, reference=None) -> Found:
+    """Computes the gradient of a batch and what the batch shows; changes nothing.
+
+    Args:
+      weights: of the policy; kept.
+      batch: from `pack`.
+      reference: weights of the reference policy, if `reference_kl` is used.
+
+    Returns:
+      The gradient and the metrics, to look at before `apply`.
+
+    Raises:
+      ValueError: if the batch trains no token, or the reference is missing.
+    """
     total = float(batch.weights_BT.sum())
     if total <= 0:
       raise ValueError('the batch holds no trained token')
@@ -179,20 +264,51 @@ class Learner:
       raise ValueError('reference_kl needs the weights of the reference')
     if not self.loss.reference_kl:
       reference = None
+    if self.loss.routing_replay != 'none':
+      routing.check_recorded(
+          batch.routes_BTLk, self.loss.routing_replay, self.cfg
+      )
     parts = list(pack_lib.microbatches(batch, self.rows))
     scale = np.float32(1 / total)
 
     def chain(own) -> Sums:
       sums = self._zeros(weights)
       for part in own:
-        sums = self._accumulate(weights, reference, sums, _inputs(part), scale)
+        inputs = _inputs(part, self.parallel)
+        sums = self._accumulate(weights, reference, sums, inputs, scale)
       return jax.block_until_ready(sums)
 
+    n = self._chains
     # Which microbatch belongs to which chain is fixed, and so are the bits.
-    chains = [own for i in range(CHAINS) if (own := parts[i::CHAINS])]
+    chains = [own for i in range(n) if (own := parts[i::n])]
     sums = list(self._threads.map(chain, chains))
-    weights, state, total_sums, norm = self._apply(weights, state, sums)
-    return weights, state, _metrics(total_sums, norm, total)
+    return Found(sums, _metrics(sums, total))
+
+  def apply(self, weights, state, found: Found):
+    """Takes the optimizer step of a gradient.
+
+    Args:
+      weights: those that the gradient was computed at; donated.
+      state: of the optimizer; donated.
+      found: from `accumulate`.
+
+    Returns:
+      New weights, new state and the metrics, now with `grad_norm`.
+    """
+    weights, state, _, norm = self._apply(weights, state, found.sums)
+    return weights, state, {**found.stats, 'grad_norm': float(norm)}
+
+
+class Found(NamedTuple):
+  """What a batch shows and would change.
+
+  Attributes:
+    sums: gradient and counts of each chain.
+    stats: float metrics of the batch.
+  """
+
+  sums: list[Sums]
+  stats: dict[str, float]
 
 
 class Sums(NamedTuple):
@@ -207,16 +323,62 @@ class Sums(NamedTuple):
     """Returns empty sums for these weights."""
     names = (
         'loss', 'entropy', 'clipped', 'kl_reference', 'unequal', 'compared',
-        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'tokens',
+        'flips', 'routed', 'max_abs_dlogp', 'max_abs_ratio_dev', 'outside',
+        'tokens', *corrections.COUNTS,
     )  # fmt: skip
     scalars = {name: jnp.zeros(()) for name in names}
     load = jnp.zeros((cfg.moe_layers, max(cfg.experts, 1)))
     return cls(jax.tree.map(jnp.zeros_like, weights), scalars, load)
 
 
-def _inputs(batch: types.Batch) -> dict[str, np.ndarray]:
-  """Flattens a microbatch and lists the places that need a log-prob."""
-  flat = {
+def _mesh_rows(rows: int, part_tokens: int, parallel: mesh.Parallel) -> int:
+  """Returns the next number of rows that gives devices whole row tiles."""
+  shards = parallel.size(*mesh.ROW_AXES)
+  tile = nx.ROW_TILE // math.gcd(part_tokens, nx.ROW_TILE)
+  return -(-rows // (shards * tile)) * shards * tile
+
+
+def _inputs(
+    batch: types.Batch, parallel: mesh.Parallel = mesh.SINGLE
+) -> dict[str, np.ndarray]:
+  """Flattens a microbatch and lists the places that need a log-prob.
+
+  On a mesh every device has its own rows, and its own part of them; its inputs
+  are an entry of a first axis.
+  """
+  shards, parts = parallel.size(*mesh.ROW_AXES), parallel.size('context')
+  blocks = [
+      _block(batch, (i, shards), (j, parts))
+      for i in range(shards)
+      for j in range(parts)
+  ]
+  size = blocks[0]['tokens'].size
+  longest = max(len(b['rows']) for b in blocks)
+  # Two sizes only, so that two programs serve every batch.
+  half = -(-size // 2 // nx.ROW_TILE) * nx.ROW_TILE
+  room = half if longest <= half else size
+  for block in blocks:
+    found = len(block['rows'])
+    last = block['sequence'].max(initial=-1) + 1  # rows without a token
+    for name, rest in (('rows', size), ('sequence', last)):
+      whole = np.full(room, rest, np.int32)
+      whole[:found] = block[name]
+      block[name] = whole
+  if parallel.mesh is None:
+    return blocks[0]
+  return {k: np.stack([b[k] for b in blocks]) for k in blocks[0]}
+
+
+def _block(
+    batch: types.Batch, row: tuple[int, int], part: tuple[int, int]
+) -> dict[str, np.ndarray]:
+  """Returns the inputs of block `row` (i of n) and part (j of m) of the rows."""
+  count, length = (
+      size // n for size, (_, n) in zip(batch.tokens_BT.shape, (row, part))
+  )
+  mine = slice(row[0] * count, (row[0] + 1) * count)
+  span = slice(part[0] * length, (part[0] + 1) * length)
+  fields = {
       'tokens': batch.tokens_BT,
       'targets': batch.targets_BT,
       'weights': batch.weights_BT,
@@ -224,52 +386,85 @@ def _inputs(batch: types.Batch) -> dict[str, np.ndarray]:
       'logp_behavior': batch.logp_behavior_BT,
       'sampled': batch.sampled_BT,
       'real': batch.segments_BT >= 0,
+      'routes': batch.routes_BTLk,
+      'support': batch.support_BTk,
   }
-  out = {k: np.ascontiguousarray(v.reshape(-1)) for k, v in flat.items()}
-  out['positions_BT'] = batch.positions_BT
-  if batch.routes_BTLk is not None:
-    routes = batch.routes_BTLk
-    out['routes'] = routes.reshape(-1, *routes.shape[2:])
-  size = out['tokens'].size
+  out = {}
+  for name, value in fields.items():
+    if value is not None:
+      own = value[mine, span]
+      out[name] = np.ascontiguousarray(own.reshape(-1, *own.shape[2:]))
+  if 'routes' in out:
+    out |= routing.split(out['routes'])
+  out['positions_BT'] = batch.positions_BT[mine]
   places = np.flatnonzero((out['weights'] > 0) | out['sampled'])
-  # Two sizes only, so that two programs serve every batch.
-  half = -(-size // 2 // nx.ROW_TILE) * nx.ROW_TILE
-  rows = np.full(half if len(places) <= half else size, size, np.int32)
-  rows[: len(places)] = places
-  out['rows'] = rows
+  out['rows'] = places
+  out['sequence'] = _sequences(batch.segments_BT[mine, span], places)
   return out
 
 
-def _logprobs(weights, hidden, targets, cfg, temperature):
+def _sequences(segments_BT, places):
+  """Numbers the sequences of the places, int32."""
+  row, segment = places // segments_BT.shape[1], segments_BT.reshape(-1)[places]
+  new = (np.diff(row) != 0) | (np.diff(segment) != 0)
+  return np.concatenate([[0], np.cumsum(new)])[: len(places)].astype(np.int32)
+
+
+def _logprobs(
+    weights, hidden, targets, cfg, temperature, parallel, support=None
+):
   return head_ops.logprobs(
       hidden,
-      forward_lib.head(weights, cfg),
+      forward_lib.head(weights, cfg, parallel),
       targets,
+      support_Tk=support,
       temperature=temperature,
       numerics=cfg.numerics,
       impl=cfg.impl,
   )
 
 
-def policy_logprobs(weights, batch, cfg: PolicyConfig, temperature: float):
+def policy_logprobs(
+    weights,
+    batch,
+    cfg: PolicyConfig,
+    temperature: float,
+    parallel: mesh.Parallel = mesh.SINGLE,
+    replay: str = 'none',
+):
   """Runs the forward on packed rows and takes the log-probs of the targets.
 
   Args:
     weights: of the policy.
-    batch: a dict from `_inputs`; only tokens, targets, positions and rows.
+    batch: a dict from `_inputs`; only tokens, targets, positions and rows, and
+      the support where it was recorded.
     cfg: shape of the policy.
     temperature: of the log-probs.
+    parallel: the mesh; then weights and batch are this device's.
+    replay: what of the batch's routes is taken over, see `routing.MODES`.
 
   Returns:
     float32 log-probs and entropies [R] of the places `batch['rows']`, and the
-    routes int32 [L_moe, T, topk].
+    routes int32 [L_moe, T, topk] that the routers choose.
   """
-  layout = layouts.row_layout(batch['positions_BT'], cfg.page)
-  hidden, routes, _ = forward_lib.forward(weights, batch['tokens'], layout, cfg)
+  layout = forward_lib.row_layouts(batch['positions_BT'], cfg, parallel)
+  hidden, routes, _ = forward_lib.forward(
+      weights,
+      batch['tokens'],
+      layout,
+      cfg,
+      parallel=parallel,
+      replay=routing.recorded(batch, replay),
+  )
   rows = batch['rows']
   hidden = _take(hidden, rows)
   targets = _take(batch['targets'], rows)
-  logp, entropy = _logprobs(weights, hidden, targets, cfg, temperature)
+  support = batch.get('support')
+  if support is not None:
+    support = support.at[rows].get(mode='fill', fill_value=-1)
+  logp, entropy = _logprobs(
+      weights, hidden, targets, cfg, temperature, parallel, support
+  )
   return logp, entropy, routes
 
 
@@ -290,18 +485,29 @@ _take.defvjp(
 )
 
 
-def _accumulate(weights, reference, sums, batch, scale, *, cfg, loss):
+def _accumulate(weights, reference, sums, batch, scale, *, cfg, loss, parallel):
   """Adds one microbatch's gradient and counts to the sums."""
+  if parallel.mesh is not None:
+    batch = jax.tree.map(lambda a: a[0], batch)
   reference_logp = None
   if reference is not None:
     reference_logp, _, _ = policy_logprobs(
-        reference, batch, cfg, loss.temperature
+        reference, batch, cfg, loss.temperature, parallel
     )
     reference_logp = lax.stop_gradient(reference_logp)
   (_, aux), grads = jax.value_and_grad(_objective, has_aux=True)(
-      weights, batch, reference_logp, scale, cfg, loss
+      weights, batch, reference_logp, scale, cfg, loss, parallel
   )
-  return _join(sums, Sums(grads, *aux))
+  return _join(sums, _over_devices(Sums(grads, *aux), cfg, parallel))
+
+
+def _over_devices(own: Sums, cfg, parallel) -> Sums:
+  scalars = {
+      k: parallel.max(v) if k.startswith('max') else parallel.sum(v)
+      for k, v in own.scalars.items()
+  }
+  grads = parallel.sum_gradients(own.grads, model.logical_axes(cfg))
+  return Sums(grads, scalars, parallel.sum(own.load_LE))
 
 
 def _join(a: Sums, b: Sums) -> Sums:
@@ -315,13 +521,16 @@ def _join(a: Sums, b: Sums) -> Sums:
   return Sums(grads, scalars, a.load_LE + b.load_LE)
 
 
-def _objective(weights, batch, reference_logp, scale, cfg, loss):
-  logp, entropy, routes = policy_logprobs(weights, batch, cfg, loss.temperature)
+def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
+  logp, entropy, routes = policy_logprobs(
+      weights, batch, cfg, loss.temperature, parallel, loss.routing_replay
+  )
   rows = batch['rows']
   take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
   w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')
-  fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
-  per_token, clipped = fun(logp, recorded, take('advantages'))
+  per_token, clipped, counts = token_loss(
+      loss, logp, recorded, take('advantages'), w, drawn, batch['sequence']
+  )
   kl = jnp.zeros_like(logp)
   if reference_logp is not None:
     gap = reference_logp - logp
@@ -336,9 +545,39 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss):
       **_mismatch(logp, recorded, drawn),
       **_flips(routes, batch),
       'tokens': batch['real'].sum().astype(jnp.float32),
+      **counts,
   }
   stats = jax.tree.map(lax.stop_gradient, stats)
   return value, (stats, _load(routes, batch['real'], cfg))
+
+
+def token_loss(loss, logp, recorded, advantages, weights, drawn, sequence):
+  """The loss of each token, corrected where another policy drew it.
+
+  Args:
+    loss: a `LossConfig`.
+    logp: float32 [R], under the policy that learns.
+    recorded: float32 [R], under the policy that drew.
+    advantages: float32 [R].
+    weights: float32 [R], loss weight of the token.
+    drawn: bool [R], whether a policy drew it.
+    sequence: int32 [R], number of its sequence; equal ones are neighbours.
+
+  Returns:
+    float32 [R] loss, float32 [R] 1 where it was clipped, and sums of what the
+    correction did.
+  """
+  fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
+  anchor = lax.stop_gradient(logp) if loss.anchor == 'learner' else recorded
+  per_token, clipped = fun(logp, anchor, advantages)
+  if loss.correction == 'none':
+    return per_token, clipped, dict.fromkeys(corrections.COUNTS, jnp.zeros(()))
+  options = dict(loss.correction_options)
+  factor, truncated = corrections.weigh(
+      loss.correction, options, logp, recorded, drawn, sequence
+  )
+  counts = corrections.stats(factor, truncated, drawn & (weights > 0))
+  return factor * per_token, clipped, counts
 
 
 def _mismatch(logp, recorded, drawn):
@@ -351,6 +590,7 @@ def _mismatch(logp, recorded, drawn):
       'compared': drawn.sum().astype(nx.F32),
       'max_abs_dlogp': gap.max(),
       'max_abs_ratio_dev': jnp.abs(ratio - 1).max(),
+      'outside': ((ratio < 0.9) | (ratio > 1.1)).sum().astype(nx.F32),
   }
 
 
@@ -403,23 +643,27 @@ def _balance(weights, load_LE, rate, cfg):
   return {**weights, 'pattern': pattern}
 
 
-def _metrics(sums: Sums, norm, total: float) -> Mapping[str, float]:
-  s = {k: float(v) for k, v in sums.scalars.items()}
-  load = np.asarray(sums.load_LE)
+def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
+  counts = jax.device_get([Sums({}, c.scalars, c.load_LE) for c in sums])
+  joined = functools.reduce(_join, counts)
+  s = {k: float(v) for k, v in joined.scalars.items()}
+  load = np.asarray(joined.load_LE)
   out = {
       'loss': s['loss'] / total,
       'entropy': s['entropy'] / total,
       'clip_share': s['clipped'] / total,
       'kl_reference': s['kl_reference'] / total,
-      'grad_norm': float(norm),
       'trained_tokens': total,
       'learner_tokens': s['tokens'],
       'mismatch/unequal_bits': s['unequal'],
       'mismatch/compared': s['compared'],
       'mismatch/max_abs_dlogp': s['max_abs_dlogp'],
       'mismatch/max_abs_ratio_dev': s['max_abs_ratio_dev'],
+      # Share of the drawn tokens whose ratio is outside [0.9, 1.1].
+      'mismatch/outside_share': s['outside'] / max(1.0, s['compared']),
       'router/flips': s['flips'],
       'router/flip_rate': s['flips'] / max(1.0, s['routed']),
+      **corrections.metrics(s),
   }
   if load.size:
     mean = load.mean(-1, keepdims=True).clip(1e-9)

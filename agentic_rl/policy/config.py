@@ -7,6 +7,7 @@ import difflib
 import math
 from typing import Any, Mapping
 
+from kernels_pallas.fp8_matmul import ops as fp8
 from kernels_pallas.numerics import Numerics
 
 
@@ -41,7 +42,9 @@ class PolicyConfig:
     tied: whether the head is the transposed embedding.
     rope_theta: base of the rotary wavelengths.
     max_context: longest sequence in tokens, a multiple of page.
-    precision: 'float32' or 'bfloat16'.
+    precision: 'float32', 'bfloat16' or 'fp8': bfloat16, and the layers' matrix
+      products of 8-bit floats (see `kernels_pallas.fp8_matmul`). Norms, router,
+      embedding and head are not among these.
     exact: False only in the control arm (see `kernels_pallas.numerics`).
     impl: implementation of every op: 'auto', 'xla' or 'reference'.
     remat: recompute each layer's activations in the backward pass.
@@ -133,7 +136,8 @@ class PolicyConfig:
         'gating',
         "'softmax' or 'sigmoid'",
     )
-    _ = self.numerics
+    if self.numerics.quantized:
+      _check_blocks(self)
 
   @property
   def numerics(self) -> Numerics:
@@ -161,6 +165,29 @@ def _need(holds: bool, config: PolicyConfig, name: str, allowed: str) -> None:
     raise ValueError(
         f'policy.{name}={getattr(config, name)!r}: allowed is {allowed}'
     )
+
+
+def _check_blocks(config: PolicyConfig) -> None:
+  """Raises ValueError unless every matrix of a layer has whole blocks."""
+  c, block = config, fp8.BLOCK
+  experts = c.expert_width if c.moe_layers else 0
+  dense = c.dense_width if c.dense_layers or not c.experts else 0
+  sizes = {
+      'width': (c.width,),
+      'head_width': (c.heads * c.head_width, 2 * c.kv_heads * c.head_width),
+      'expert_width': (experts, 2 * experts),
+      'shared_width': (c.shared_width, 2 * c.shared_width),
+      'dense_width': (dense, 2 * dense),
+  }
+  for name, needed in sizes.items():
+    for size in needed:
+      _need(
+          size <= block or size % block == 0,
+          config,
+          name,
+          f'a matrix side of at most {block}, or a multiple of it, with'
+          f" precision='fp8', not {size}",
+      )
 
 
 _MAY_BE_ZERO = ('head_width', 'experts', 'shared_width', 'dense_layers')

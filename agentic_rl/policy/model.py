@@ -6,12 +6,14 @@ may cut it. What they compute is the one `forward` in `forward.py`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from agentic_rl.parallel import mesh
 from agentic_rl.policy.config import PolicyConfig
 
 
@@ -19,13 +21,29 @@ class Balance(nnx.Variable):
   """A router's selection bias: moved by load, not by the gradient."""
 
 
-def _normal(rngs, cfg, shape, axes, fan_in):
-  value = jax.random.normal(rngs.params(), shape) * fan_in**-0.5
-  return nnx.Param(cfg.numerics.cast(value), logical_axes=axes)
+class _Maker:
+  """Makes parameters, each where the mesh wants it."""
 
+  def __init__(self, cfg, rngs, parallel):
+    self.cfg, self.rngs, self.parallel = cfg, rngs, parallel
 
-def _ones(cfg, shape, axes):
-  return nnx.Param(cfg.numerics.cast(jnp.ones(shape)), logical_axes=axes)
+  def normal(self, shape, axes, fan_in):
+    # The draw alone is a program, so that it has the same bits on any mesh.
+    draw = jax.jit(
+        jax.random.normal,
+        static_argnums=1,
+        out_shardings=self.parallel.sharding(axes),
+    )
+    value = draw(self.rngs.params(), shape) * fan_in**-0.5
+    return nnx.Param(self.cfg.numerics.cast(value), logical_axes=axes)
+
+  def full(self, shape, axes, value, kind=nnx.Param):
+    whole = jnp.full(shape, value, jnp.float32)
+    if kind is nnx.Param:
+      whole = self.cfg.numerics.cast(whole)
+    if self.parallel.mesh is not None:
+      whole = jax.device_put(whole, self.parallel.sharding(axes))
+    return kind(whole, logical_axes=axes)
 
 
 class Layer(nnx.Module):
@@ -35,34 +53,36 @@ class Layer(nnx.Module):
     cfg: shape of the policy.
     stack: leading axis of every parameter; () for a single layer.
     moe: experts, or a dense feed-forward.
-    rngs: source of the initial values.
+    make: of the initial values.
   """
 
   def __init__(
-      self, cfg: PolicyConfig, stack: tuple[int, ...], moe: bool, rngs
+      self, cfg: PolicyConfig, stack: tuple[int, ...], moe: bool, make: _Maker
   ):
     d, h = cfg.width, cfg.head_width
     lead = ('layers',) * len(stack)
 
     def matrix(shape, axes, fan_in):
-      return _normal(rngs, cfg, stack + shape, lead + axes, fan_in)
+      return make.normal(stack + shape, lead + axes, fan_in)
+
+    def ones(size, axis):
+      return make.full(stack + (size,), lead + (axis,), 1)
 
     depth = max(1, 2 * cfg.layers)
-    self.attention_norm = _ones(cfg, stack + (d,), lead + ('embed',))
-    self.query_norm = _ones(cfg, stack + (h,), lead + (None,))
-    self.key_norm = _ones(cfg, stack + (h,), lead + (None,))
+    self.attention_norm = ones(d, 'embed')
+    self.query_norm = ones(h, None)
+    self.key_norm = ones(h, None)
     q, kv = cfg.heads * h, 2 * cfg.kv_heads * h
     self.query = matrix((d, q), ('embed', 'heads'), d)
     self.key_value = matrix((d, kv), ('embed', 'kv_heads'), d)
     if cfg.attention_sink:
-      zeros = cfg.numerics.cast(jnp.zeros(stack + (cfg.heads,)))
-      self.sink = nnx.Param(zeros, logical_axes=lead + ('heads',))
+      self.sink = make.full(stack + (cfg.heads,), lead + ('heads',), 0)
     self.output = matrix((q, d), ('heads', 'embed'), q * depth)
-    self.ffn_norm = _ones(cfg, stack + (d,), lead + ('embed',))
+    self.ffn_norm = ones(d, 'embed')
     if moe:
       e, f = cfg.experts, cfg.expert_width
       self.router = matrix((d, e), ('embed', None), d)
-      self.balance = Balance(jnp.zeros(stack + (e,)))
+      self.balance = make.full(stack + (e,), lead + (None,), 0, Balance)
       expert_in = ('expert', 'embed', 'expert_mlp')
       self.expert_in = matrix((e, d, 2 * f), expert_in, d)
       self.expert_out = matrix(
@@ -79,40 +99,55 @@ class Policy(nnx.Module):
 
   Args:
     cfg: shape of the policy.
-    rngs: source of the initial values.
+    rngs: source of the initial values, which are the same on any mesh.
+    parallel: the mesh on which they live.
   """
 
-  def __init__(self, cfg: PolicyConfig, rngs: nnx.Rngs):
-    self.embedding = _normal(
-        rngs, cfg, (cfg.vocab, cfg.width), ('vocab', 'embed'), 1
-    )
+  def __init__(
+      self,
+      cfg: PolicyConfig,
+      rngs: nnx.Rngs,
+      parallel: mesh.Parallel = mesh.SINGLE,
+  ):
+    make = _Maker(cfg, rngs, parallel)
+    self.embedding = make.normal((cfg.vocab, cfg.width), ('vocab', 'embed'), 1)
     self.first = nnx.List(
-        [Layer(cfg, (), False, rngs) for _ in range(cfg.dense_layers)]
+        [Layer(cfg, (), False, make) for _ in range(cfg.dense_layers)]
     )
     self.pattern = nnx.List(
         [
-            Layer(cfg, (cfg.groups,), bool(cfg.experts), rngs)
+            Layer(cfg, (cfg.groups,), bool(cfg.experts), make)
             for _ in (cfg.pattern if cfg.groups else '')
         ]
     )
-    self.final_norm = _ones(cfg, (cfg.width,), ('embed',))
+    self.final_norm = make.full((cfg.width,), ('embed',), 1)
     if not cfg.tied:
-      self.head = _normal(
-          rngs, cfg, (cfg.width, cfg.vocab), ('embed', 'vocab'), cfg.width
+      self.head = make.normal(
+          (cfg.width, cfg.vocab), ('embed', 'vocab'), cfg.width
       )
 
 
-def init(cfg: PolicyConfig, seed: int) -> dict[str, Any]:
+def init(
+    cfg: PolicyConfig, seed: int, parallel: mesh.Parallel = mesh.SINGLE
+) -> dict[str, Any]:
   """Returns the weights: a pure nested dict of arrays.
 
   Args:
     cfg: shape of the policy.
-    seed: of the initial values.
+    seed: of the initial values, which are the same on any mesh.
+    parallel: where they live.
+
+  Raises:
+    ValueError: if the mesh can not cut a weight.
   """
-  policy = Policy(cfg, nnx.Rngs(params=seed))
+  if parallel.mesh is not None:
+    shapes = jax.eval_shape(lambda: init(cfg, seed))
+    mesh.check(parallel, shapes, logical_axes(cfg))
+  policy = Policy(cfg, nnx.Rngs(params=seed), parallel)
   return nnx.to_pure_dict(nnx.state(policy))
 
 
+@functools.cache
 def logical_axes(cfg: PolicyConfig) -> dict[str, Any]:
   """Returns the tree of logical axis names of every weight."""
   policy = nnx.eval_shape(lambda: Policy(cfg, nnx.Rngs(params=0)))

@@ -69,6 +69,7 @@ class _Rollout:
   action: list[int] = dataclasses.field(default_factory=list)
   action_start: int = 0
   logps: dict[int, float] = dataclasses.field(default_factory=dict)
+  supports: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
   state: str = ''
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   pending: types.Turn | None = None
@@ -177,6 +178,8 @@ class Collector:
       place = rollout.action_start + len(rollout.action)
       rollout.action.append(item.token)
       rollout.logps[place] = item.logp
+      if item.support is not None:
+        rollout.supports[place] = item.support
       full = self.engine.length(item.slot) >= self.engine.cfg.max_context
       ended = item.token == self.chat.end
       if ended or full or len(rollout.action) >= self.limits.action_tokens:
@@ -279,6 +282,7 @@ class Collector:
     places = list(rollout.logps)
     sampled[places] = True
     logps[places] = list(rollout.logps.values())
+    support = engine_lib.supports(rollout.supports, len(tokens))
     info: dict[str, Any] = {
         'solved': outcome >= 1,
         'env_s': round(rollout.env_s, 4),
@@ -299,6 +303,7 @@ class Collector:
         status=status,
         reward=float(outcome),
         info=info,
+        support=support,
     )
     del self._live[request.rollout_id]
     self.pool.submit_close(request.rollout_id)

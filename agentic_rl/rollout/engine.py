@@ -9,15 +9,21 @@ tokens, seed, rollout id) only, never on its company in the batch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from agentic_rl.parallel import mesh
 from agentic_rl.policy import forward as forward_lib
+from agentic_rl.policy import identity
+from agentic_rl.policy import model
+from agentic_rl.policy import routing
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import paged_kv
 from kernels_pallas import numerics as nx
@@ -33,6 +39,8 @@ class Sampling:
     temperature: 0 is greedy.
     top_k: 0 for all tokens.
     top_p: in (0, 1].
+    keep_support: record, with each token, the tokens that top-k and top-p left,
+      and its log-prob among them; needs a top_k.
 
   Raises:
     ValueError: on a value outside its range.
@@ -41,18 +49,30 @@ class Sampling:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  keep_support: bool = False
 
   def __post_init__(self):
-    head_ops.check_sampling(self.temperature, self.top_k, self.top_p)
+    head_ops.check_sampling(
+        self.temperature, self.top_k, self.top_p, self.keep_support
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-  """One token that a step drew for a sequence."""
+  """One token that a step drew for a sequence.
+
+  Attributes:
+    slot: of the sequence.
+    token: what was drawn.
+    logp: its log-prob, float32.
+    likeliest: the likeliest tokens, best first, if the engine reports them.
+  """
 
   slot: int
   token: int
   logp: float
+  likeliest: tuple[int, ...] = ()
+  support: np.ndarray | None = None  # int32 [k], if it is recorded
 
 
 @dataclasses.dataclass
@@ -65,6 +85,9 @@ class _Sequence:
   pages: list[int] = dataclasses.field(default_factory=list)
   routes: list[np.ndarray] = dataclasses.field(default_factory=list)
   keys: list[bytes] = dataclasses.field(default_factory=list)
+  forced: collections.deque[int] = dataclasses.field(
+      default_factory=collections.deque
+  )
   sample: bool = True
 
 
@@ -91,10 +114,14 @@ class Engine:
     pool_pages: KV pages; 0 for enough that every sequence can fill its context.
     steps: sizes of the step program, small to large; one compilation each.
     sampling: how tokens are drawn, fixed for the engine's programs.
+    likeliest: report so many of the likeliest tokens with each draw; 0 outside
+      diagnostics.
+    route_weights: record the weights of the experts, too.
 
   Attributes:
     greedy: draw the likeliest token instead, in the same programs.
     version: version of the weights.
+    weights_hash: of the weights that the engine holds.
     pages: the page pool.
 
   Raises:
@@ -110,6 +137,8 @@ class Engine:
       pool_pages: int = 0,
       steps: Sequence[tuple[int, int]] = (),
       sampling: Sampling = Sampling(),
+      likeliest: int = 0,
+      route_weights: bool = False,
   ):
     self.cfg = cfg
     self.max_sequences = max_sequences
@@ -121,28 +150,41 @@ class Engine:
           f'{cfg.max_context} needs {cfg.pages_per_sequence}'
       )
     self.pages = paged_kv.PagePool(pages, cfg.page)
-    self._pool = forward_lib.init_pool(cfg, pages)
+    self._pool: forward_lib.Pool | None = None
     self._slots: list[_Sequence | None] = [None] * max_sequences
     self._reserved = 0
     self._weights: Any = None
     self._seed = seed
-    self.version = -1
+    self.version, self.weights_hash = -1, ''
     self._counts = dict(steps=0, decoded=0, prefilled=0, padded=0)
     self._sample_rows = -(-max_sequences // nx.ROW_TILE) * nx.ROW_TILE
     self.greedy = False
-    self._step = _step_program(cfg, sampling)
+    self._step = step_program(
+        cfg, sampling, likeliest, route_weights, mesh.SINGLE
+    )
+    self._route_dtype = routing.RECORD if route_weights else np.int16
 
   def load_params(self, weights: Any, version: int) -> None:
-    """Takes the weights of a version; pages of other versions become misses.
+    """Takes the weights of a version; pages of others become misses.
+
+    Pages are kept only if both the version and what the weights hold are as
+    before.
 
     Raises:
       RuntimeError: if a sequence is open (its KV belongs to other weights).
     """
     if any(self._slots):
       raise RuntimeError('weights can not change while sequences are open')
-    if version != self.version:
+    found = identity.weights_hash(weights)
+    if (version, found) != (self.version, self.weights_hash):
       self.pages.forget_all()
-    self._weights, self.version = weights, version
+    self._weights = weights
+    self.version, self.weights_hash = version, found
+
+  @property
+  def weights(self) -> Any:
+    """The weights that the engine holds."""
+    return self._weights
 
   # --- JetStream's verbs ---
 
@@ -195,6 +237,20 @@ class Engine:
     seq.tokens.extend(tokens)
     seq.sample = True
 
+  def force(self, slot: int, tokens: Sequence[int]) -> None:
+    """Makes these tokens the next draws of a sequence.
+
+    They run through the program that draws, and so do their log-probs.
+
+    Raises:
+      ValueError: on a token outside the vocabulary.
+    """
+    seq = self._sequence(slot)
+    for token in tokens:
+      if not 0 <= token < self.cfg.vocab:
+        raise ValueError(f'token {token}: allowed are 0..{self.cfg.vocab - 1}')
+    seq.forced.extend(tokens)
+
   def pause(self, slot: int) -> None:
     """Stops drawing for a sequence until the next `prefill`."""
     self._sequence(slot).sample = False
@@ -209,32 +265,27 @@ class Engine:
     Returns:
       The drawn tokens; a sequence still reading its prompt draws nothing.
     """
-    chunks, shape = self._schedule()
+    chunks, size = self.schedule()
     if not chunks:
       return []
-    batch, samplers = self._pack(chunks, shape)
-    self._pool, tokens, logps, routes = self._step(
+    if self._pool is None:
+      self._pool = forward_lib.init_pool(self.cfg, self.pages.num_pages)
+    batch, samplers = self.stage(chunks, size)
+    self._pool, found = self._step(
         self._weights,
         self._pool,
         batch,
         np.uint32(self._seed),
         np.float32(not self.greedy),
     )
-    tokens, logps = np.asarray(tokens), np.asarray(logps)
-    routes = np.asarray(routes)
-    self._advance(chunks, routes)
-    drawn = []
-    for i, slot in enumerate(samplers):
-      self._sequence(slot).tokens.append(int(tokens[i]))
-      drawn.append(Drawn(slot, int(tokens[i]), logps[i]))
-    self._counts['decoded'] += len(drawn)
-    return drawn
+    return self.book(chunks, samplers, jax.device_get(found))
 
   def release(self, slot: int) -> tuple[list[int], np.ndarray]:
     """Closes a sequence; its full pages stay known.
 
     Returns:
-      Its tokens and the routes [T, L_moe, topk], -1 for tokens never read.
+      Its tokens and the routes [T, L_moe, topk], -1 for tokens never read; an
+      array of `routing.RECORD` if weights are recorded.
     """
     seq = self._sequence(slot)
     for page in reversed(seq.pages):  # a tail is evicted before its beginning
@@ -243,7 +294,7 @@ class Engine:
     self._reserved -= self.cfg.pages_per_sequence
     cfg = self.cfg
     shape = (len(seq.tokens), cfg.moe_layers, cfg.topk_experts)
-    routes = np.full(shape, -1, np.int16)
+    routes = np.full(shape, -1, self._route_dtype)
     if seq.routes:
       known = np.concatenate(seq.routes)
       routes[: len(known)] = known
@@ -284,9 +335,13 @@ class Engine:
       raise KeyError(f'slot {slot} holds no sequence')
     return seq
 
+  def _page_keys(self, tokens) -> list[bytes]:
+    weights = f'{self.version} {self.weights_hash}'
+    return paged_kv.page_keys(tokens, self.cfg.page, weights)
+
   def _take_known_pages(self, seq: _Sequence) -> None:
     size = self.cfg.page
-    keys = paged_kv.page_keys(seq.tokens[:-1], size, self.version)
+    keys = self._page_keys(seq.tokens[:-1])
     for key in keys:
       found = self.pages.find(key)
       if found is None:
@@ -296,21 +351,35 @@ class Engine:
       seq.keys.append(key)
       seq.done += size
 
-  def _schedule(self):
-    """Chooses (slot, count) chunks: decode first, then prefill in slot order."""
+  def schedule(self) -> tuple[list[tuple[int, int]], int]:
+    """Chooses the (slot, count) chunks of a step: decode first, then prefill.
+
+    Returns:
+      The chunks, and which of the step sizes they need.
+    """
     work = [
         (slot, seq)
         for slot, seq in enumerate(self._slots)
         if seq is not None and _pending(seq)
     ]
     work.sort(key=lambda item: len(item[1].tokens) - item[1].done > 1)
-    for shape in self.steps:
-      chunks, whole = _fill(work, shape)
+    for size in range(len(self.steps)):
+      chunks, whole = _fill(work, self.steps[size])
       if whole:
         break
-    return chunks, shape
+    return chunks, size
 
-  def _pack(self, chunks, shape: StepShape):
+  def stage(self, chunks, step: int):
+    """Packs chunks into the inputs of a step program.
+
+    Args:
+      chunks: from `schedule`; may be none.
+      step: which of the step sizes, at least the one scheduled.
+
+    Returns:
+      The inputs, and the slots that draw, in the order of the drawn tokens.
+    """
+    shape = self.steps[step]
     n, tile, size = shape.tokens, layouts.QUERY_TILE, self.cfg.page
     tokens = np.zeros(n, np.int32)
     positions = np.zeros(n, np.int32)
@@ -325,6 +394,7 @@ class Engine:
     )
     rows = np.full(self._sample_rows, n, np.int32)
     ids = np.zeros((self._sample_rows, 2), np.int32)
+    forced = np.full(self._sample_rows, -1, np.int32)
     full: list[int] = []
     samplers: list[int] = []
     at = t = 0
@@ -349,6 +419,8 @@ class Engine:
       if end == len(seq.tokens) and seq.sample:
         rows[len(samplers)] = at + count - 1
         ids[len(samplers)] = seq.rollout_id, end
+        if seq.forced:
+          forced[len(samplers)] = seq.forced[0]
         samplers.append(slot)
       at += count
     finished = np.full(n // size + self.max_sequences, self.pages.bin, np.int32)
@@ -358,7 +430,36 @@ class Engine:
     self._counts['padded'] += n - at
     layout = layouts.Layout(positions, sequences, table, tiles, place)
     writes = forward_lib.Writes(pages, positions % size, finished)
-    return (tokens, layout, writes, rows, ids), samplers
+    return (tokens, layout, writes, rows, ids, forced), samplers
+
+  def book(self, chunks, samplers, found) -> list[Drawn]:
+    """Books what a step computed and drew.
+
+    Args:
+      chunks: from `schedule`.
+      samplers: from `stage`.
+      found: of the step, as NumPy arrays: drawn tokens and their log-probs in
+        the order of the samplers, routes [T, L_moe, topk] (with weights:
+        `routing.Routes`), the likeliest tokens and the support, or None.
+
+    Returns:
+      What was drawn.
+    """
+    tokens, logps, routes, likeliest, support = found
+    if self._route_dtype == routing.RECORD:
+      routes = routing.join(*routes)
+    self._advance(chunks, routes)
+    drawn = []
+    for i, slot in enumerate(samplers):
+      seq = self._sequence(slot)
+      seq.tokens.append(int(tokens[i]))
+      if seq.forced:
+        seq.forced.popleft()
+      best = tuple(likeliest[i].tolist())
+      among = None if support is None else support[i]
+      drawn.append(Drawn(slot, int(tokens[i]), logps[i], best, among))
+    self._counts['decoded'] += len(drawn)
+    return drawn
 
   def _advance(self, chunks, routes) -> None:
     """Books what a step computed: routes, and full pages for reuse."""
@@ -375,11 +476,30 @@ class Engine:
     size = self.cfg.page
     known = np.concatenate(seq.routes)
     seq.routes = [known]
-    keys = paged_kv.page_keys(seq.tokens[: seq.done], size, self.version)
+    keys = self._page_keys(seq.tokens[: seq.done])
     for i in range(len(seq.keys), len(keys)):
       page_routes = known[i * size : (i + 1) * size]
       self.pages.remember(seq.pages[i], keys[i], page_routes)
     seq.keys = keys
+
+
+def supports(by_place: Mapping[int, np.ndarray | None], count: int):
+  """Returns int32 [count, k] of the supports of some places, -1 elsewhere.
+
+  Args:
+    by_place: int32 [k] by place; None where it was not recorded.
+    count: tokens of the sequence.
+
+  Returns:
+    None if none was recorded.
+  """
+  known = {p: x for p, x in by_place.items() if x is not None}
+  if not known:
+    return None
+  rows = np.stack(list(known.values()))
+  out = np.full((count, rows.shape[1]), -1, np.int32)
+  out[list(known)] = rows
+  return out
 
 
 def _pending(seq: _Sequence) -> bool:
@@ -421,13 +541,40 @@ def _check_steps(steps, max_sequences: int) -> list[StepShape]:
 
 
 @functools.lru_cache(maxsize=32)
-def _step_program(cfg: PolicyConfig, sampling: Sampling):
-  """Compiles one step: forward, then a draw for the rows that ask for one."""
+def step_program(
+    cfg: PolicyConfig,
+    sampling: Sampling,
+    likeliest: int,
+    route_weights: bool,
+    parallel: mesh.Parallel,
+):
+  """Compiles one step: forward, then a draw for the rows that ask for one.
+
+  Args:
+    cfg: shape of the policy.
+    sampling: how tokens are drawn.
+    likeliest: likeliest tokens to report with each draw.
+    route_weights: whether routes carry the experts' weights.
+    parallel: the mesh; then the inputs from `Engine.stage`, and what is found,
+      have a first axis of devices, and so have the pool's pages.
+
+  Returns:
+    (weights, pool, inputs, seed, noise) -> (pool, found); see `Engine.book`.
+  """
 
   def step(weights, pool, batch, seed, noise):
-    tokens, layout, writes, rows, ids = batch
+    if parallel.mesh is not None:
+      batch = jax.tree.map(lambda a: a[0], batch)
+    tokens, layout, writes, rows, ids, forced = batch
     x, routes, pool = forward_lib.forward(
-        weights, tokens, layout, cfg, pool, writes
+        weights,
+        tokens,
+        layout,
+        cfg,
+        pool,
+        writes,
+        parallel,
+        route_weights=route_weights,
     )
     x = x.at[rows].get(mode='fill', fill_value=0)
     key = jax.random.key(seed)
@@ -435,17 +582,34 @@ def _step_program(cfg: PolicyConfig, sampling: Sampling):
     def fold(pair):
       return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
 
-    drawn, logp = head_ops.sample(
+    w = forward_lib.head(weights, cfg, parallel)
+    drawn, logp, *support = head_ops.sample(
         x,
-        forward_lib.head(weights, cfg),
+        w,
         jax.vmap(fold)(ids),
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         noise=noise,
+        forced_T=forced,
+        keep_support=sampling.keep_support,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )
-    return pool, drawn, logp, routes.transpose(1, 0, 2).astype(jnp.int16)
+    routes = jax.tree.map(lambda a: a.transpose(1, 0, 2), routes)
+    if route_weights:
+      routes = routes._replace(experts=routes.experts.astype(jnp.int16))
+    else:
+      routes = routes.astype(jnp.int16)
+    best = head_ops.likeliest(
+        x, w, likeliest, numerics=cfg.numerics, impl=cfg.impl
+    )
+    found = drawn, logp, routes, best, support[0] if support else None
+    if parallel.mesh is not None:
+      found = jax.tree.map(lambda a: a[None], found)
+    return pool, found
 
+  whole, own = PartitionSpec(), PartitionSpec(mesh.AXES)
+  weights = parallel.specs(model.logical_axes(cfg))
+  step = parallel.map(step, (weights, own, own, whole, whole), (own, own))
   return nx.jit(step, exact=cfg.exact, donate_argnums=(1,))

@@ -1,15 +1,22 @@
-"""Several engines side by side behind the verbs of one.
+"""Several engines side by side behind the verbs of one, or a mesh of them.
 
 One step is a program of many small operations and does not fill two cores; two
 engines of half the size do. A rollout lives in one engine, and since what it
-draws does not depend on its company, the number of engines changes no bit.
+draws does not depend on its company, the number of engines changes no bit. On a
+mesh every device has an engine's sequences and pages, and all step together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent import futures
 from typing import Any, Sequence
 
+import jax
+import numpy as np
+
+from agentic_rl.parallel import mesh
+from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import engine as engine_lib
 
@@ -24,6 +31,8 @@ class Engines:
     max_sequences: of all engines together, a multiple of their number.
     pool_pages: KV pages of all engines together; 0 for enough.
     sampling: how tokens are drawn.
+    likeliest: see `Engine`.
+    route_weights: see `Engine`.
 
   Raises:
     ValueError: if the sizes do not fit.
@@ -38,6 +47,8 @@ class Engines:
       max_sequences: int,
       pool_pages: int = 0,
       sampling: engine_lib.Sampling,
+      likeliest: int = 0,
+      route_weights: bool = False,
   ):
     if engines < 1 or max_sequences % engines:
       raise ValueError(
@@ -52,6 +63,8 @@ class Engines:
             max_sequences=self._size,
             pool_pages=pool_pages // engines,
             sampling=sampling,
+            likeliest=likeliest,
+            route_weights=route_weights,
         )
         for _ in range(engines)
     ]
@@ -67,6 +80,16 @@ class Engines:
   def version(self) -> int:
     """Version of the weights."""
     return self._engines[0].version
+
+  @property
+  def weights(self) -> list[Any]:
+    """The weights that each engine holds."""
+    return [engine.weights for engine in self._engines]
+
+  @property
+  def weights_hashes(self) -> list[str]:
+    """Hash of the weights that each engine holds."""
+    return [engine.weights_hash for engine in self._engines]
 
   @property
   def greedy(self) -> bool:
@@ -111,6 +134,11 @@ class Engines:
     index, own = divmod(slot, self._size)
     self._engines[index].prefill(own, tokens)
 
+  def force(self, slot: int, tokens: Sequence[int]) -> None:
+    """See `Engine.force`."""
+    index, own = divmod(slot, self._size)
+    self._engines[index].force(own, tokens)
+
   def pause(self, slot: int) -> None:
     """See `Engine.pause`."""
     index, own = divmod(slot, self._size)
@@ -136,7 +164,96 @@ class Engines:
     """Runs a step of every engine at once; see `Engine.generate`."""
     steps = self._threads.map(lambda engine: engine.generate(), self._engines)
     return [
-        engine_lib.Drawn(index * self._size + d.slot, d.token, d.logp)
+        self._numbered(index, d)
         for index, drawn in enumerate(list(steps))
         for d in drawn
     ]
+
+  def _numbered(self, index: int, drawn: engine_lib.Drawn) -> engine_lib.Drawn:
+    return dataclasses.replace(drawn, slot=index * self._size + drawn.slot)
+
+
+class MeshEngines(Engines):
+  """An engine on every device of a mesh; a step of all is one program.
+
+  Args:
+    cfg: shape of the policy.
+    seed: of every draw.
+    parallel: the mesh.
+    max_sequences: on all devices together, a multiple of their number.
+    pool_pages: KV pages on all devices together; 0 for enough.
+    sampling: how tokens are drawn.
+    likeliest: see `Engine`.
+    route_weights: see `Engine`.
+
+  Raises:
+    ValueError: if the sizes do not fit.
+  """
+
+  def __init__(
+      self,
+      cfg: PolicyConfig,
+      seed: int,
+      *,
+      parallel: mesh.Parallel,
+      max_sequences: int,
+      pool_pages: int = 0,
+      sampling: engine_lib.Sampling,
+      likeliest: int = 0,
+      route_weights: bool = False,
+  ):
+    if max_sequences % parallel.size():
+      raise ValueError(
+          f'max_sequences={max_sequences}: must be a multiple of the'
+          f" mesh's {parallel.size()} devices"
+      )
+    super().__init__(
+        cfg,
+        seed,
+        engines=parallel.size(),
+        max_sequences=max_sequences,
+        pool_pages=pool_pages,
+        sampling=sampling,
+        likeliest=likeliest,
+        route_weights=route_weights,
+    )
+    self._seed = np.uint32(seed)
+    self._step = engine_lib.step_program(
+        cfg, sampling, likeliest, route_weights, parallel
+    )
+    pages = self._engines[0].pages.num_pages
+    one = jax.eval_shape(lambda: forward_lib.init_pool(cfg, pages))
+    shapes = [(parallel.size() * a.shape[0], *a.shape[1:]) for a in one]
+    zeros = jax.jit(
+        lambda: forward_lib.Pool(
+            *(jax.numpy.zeros(s, a.dtype) for s, a in zip(shapes, one))
+        ),
+        out_shardings=parallel.by_device(),
+    )
+    self._pool = zeros()
+
+  def generate(self) -> list[engine_lib.Drawn]:
+    """Runs a step on every device; see `Engine.generate`."""
+    plans = [engine.schedule() for engine in self._engines]
+    if not any(chunks for chunks, _ in plans):
+      return []
+    step = max(size for chunks, size in plans if chunks)
+    staged = [
+        engine.stage(chunks, step)
+        for engine, (chunks, _) in zip(self._engines, plans)
+    ]
+    batch = jax.tree.map(lambda *a: np.stack(a), *(b for b, _ in staged))
+    self._pool, found = self._step(
+        self._engines[0].weights,
+        self._pool,
+        batch,
+        self._seed,
+        np.float32(not self.greedy),
+    )
+    found = jax.device_get(found)
+    out = []
+    for index, engine in enumerate(self._engines):
+      own = jax.tree.map(lambda a, i=index: a[i], found)
+      drawn = engine.book(plans[index][0], staged[index][1], own)
+      out += [self._numbered(index, d) for d in drawn]
+    return out

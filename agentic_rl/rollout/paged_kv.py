@@ -120,9 +120,15 @@ class PagePool:
     del self._routes[page]
 
 
-def page_keys(tokens, page_size: int, version: int) -> list[bytes]:
-  """Returns the key of each full page: a hash chain over all tokens so far."""
-  keys, last = [], b'%d' % version
+def page_keys(tokens, page_size: int, weights: str) -> list[bytes]:
+  """Returns the key of each full page: a hash chain over all tokens so far.
+
+  Args:
+    tokens: ids of a sequence.
+    page_size: tokens per page.
+    weights: names the weights that write the pages: version and content.
+  """
+  keys, last = [], weights.encode()
   for end in range(page_size, len(tokens) + 1, page_size):
     block = np.asarray(tokens[end - page_size : end], np.int32).tobytes()
     last = hashlib.blake2b(last + block, digest_size=16).digest()

@@ -77,4 +77,4 @@ def select_pages(
         ' [T, N, H] and [M, K, H], N a multiple of K'
     )
   fun = nx.choose(impl, IMPLS, 'select_pages').select_pages
-  return fun(q_TNH, means_MKH, layout, page_size, topk, numerics)
+  return fun(q_TNH, means_MKH, layout.of_pool(), page_size, topk, numerics)

@@ -38,7 +38,8 @@ class Plan(NamedTuple):
   """Where each slot goes. R rows = tiles x tile height, padding included.
 
   Attributes:
-    row_of_slot_Tk: int32 [T, topk], the sorted row of each slot.
+    row_of_slot_Tk: int32 [T, topk], the sorted row of each slot, R or more for
+      one that goes nowhere.
     slot_of_row_R: int32 [R], flat slot index t·topk + j, or T·topk if padding.
     expert_of_tile: int32 [tiles], ascending, the expert of each tile; E for the
       last tiles, which hold no slot.
@@ -69,7 +70,8 @@ def plan(experts_Tk, num_experts: int, tile: int | None = None) -> Plan:
   """Sorts slots by expert (stable) and pads every group to whole tiles.
 
   Args:
-    experts_Tk: int32 [T, topk], values in 0..num_experts-1.
+    experts_Tk: int32 [T, topk], values in 0..num_experts-1, or num_experts for
+      a slot that goes nowhere.
     num_experts: E.
     tile: rows of a tile, a multiple of 16; None for `group_tile`.
 
@@ -99,13 +101,19 @@ def plan(experts_Tk, num_experts: int, tile: int | None = None) -> Plan:
   row_start = end - padded
   sorted_expert = flat[order]
   rank = jnp.arange(slots) - start[sorted_expert]
-  row_sorted = row_start[sorted_expert] + rank
   rows = tiles * tile
+  row_sorted = jnp.where(
+      sorted_expert < num_experts,
+      row_start[sorted_expert] + rank,
+      rows + jnp.arange(slots),
+  )
   row = (
       jnp.zeros(slots, jnp.int32).at[order].set(row_sorted, unique_indices=True)
   )
   slot = jnp.full(rows, slots, jnp.int32)
-  slot = slot.at[row_sorted].set(order.astype(jnp.int32), unique_indices=True)
+  slot = slot.at[row_sorted].set(
+      order.astype(jnp.int32), mode='drop', unique_indices=True
+  )
   first = jnp.arange(tiles) * tile
   expert = (first[:, None] >= end).astype(jnp.int32).sum(-1)
   return Plan(row.reshape(experts_Tk.shape), slot, expert)
@@ -131,7 +139,7 @@ def _rows(x, index):
 
 
 def _dispatch_backward(plan_, g):
-  g_TkD = g[plan_.row_of_slot_Tk]
+  g_TkD = _rows(g, plan_.row_of_slot_Tk)
   return sum(g_TkD[:, j] for j in range(g_TkD.shape[1])), None
 
 
@@ -139,8 +147,17 @@ dispatch.defvjp(lambda x, p: (dispatch(x, p), p), _dispatch_backward)
 
 
 @jax.custom_vjp
-def _slots(y_RD, plan_):
-  return y_RD[plan_.row_of_slot_Tk]
+def slots(y_RD, plan_: Plan):
+  """Brings rows back to their slots.
+
+  Args:
+    y_RD: [R, D].
+    plan_: from `plan`.
+
+  Returns:
+    [T, topk, D], zero in slots that went nowhere.
+  """
+  return _rows(y_RD, plan_.row_of_slot_Tk)
 
 
 def _slots_backward(plan_, g_TkD):
@@ -148,7 +165,7 @@ def _slots_backward(plan_, g_TkD):
   return _rows(flat, plan_.slot_of_row_R), None
 
 
-_slots.defvjp(lambda y, p: (_slots(y, p), p), _slots_backward)
+slots.defvjp(lambda y, p: (slots(y, p), p), _slots_backward)
 
 
 def combine(y_RD, weights_Tk, plan_: Plan, *, numerics: nx.Numerics):
@@ -166,18 +183,34 @@ def combine(y_RD, weights_Tk, plan_: Plan, *, numerics: nx.Numerics):
   Raises:
     ValueError: on shapes that do not fit.
   """
-  slots, rows = plan_.row_of_slot_Tk.shape, plan_.slot_of_row_R.shape
-  if weights_Tk.shape != slots or y_RD.shape[:1] != rows:
+  shape, rows = plan_.row_of_slot_Tk.shape, plan_.slot_of_row_R.shape
+  if weights_Tk.shape != shape or y_RD.shape[:1] != rows:
     raise ValueError(
         f'y_RD {y_RD.shape} and weights_Tk {weights_Tk.shape}: the plan needs'
-        f' [{rows[0]}, D] and {slots}'
+        f' [{rows[0]}, D] and {shape}'
     )
-  y_TkD = _slots(y_RD, plan_).astype(nx.F32)
-  parts = numerics.keep(y_TkD * weights_Tk[..., None])
+  return combine_slots(slots(y_RD, plan_), weights_Tk, numerics=numerics)
+
+
+def combine_slots(y_TkD, weights_Tk, *, numerics: nx.Numerics):
+  """`combine` of rows that are back in their slots, [T, topk, D]."""
+  parts = numerics.keep(y_TkD.astype(nx.F32) * weights_Tk[..., None])
   total = parts[:, 0]
   for j in range(1, parts.shape[1]):
     total = total + parts[:, j]
   return total
+
+
+def check_shapes(x_RD, w_EDF, plan_: Plan) -> None:
+  """Raises ValueError unless rows, matrices and plan fit each other."""
+  rows = plan_.slot_of_row_R.shape[0]
+  if w_EDF.ndim != 3:
+    raise ValueError(f'w_EDF {w_EDF.shape}: expected [E, D, F]')
+  if x_RD.shape != (rows, w_EDF.shape[1]):
+    raise ValueError(
+        f'x_RD {x_RD.shape}: the plan and w_EDF {w_EDF.shape} need'
+        f' {(rows, w_EDF.shape[1])}'
+    )
 
 
 def grouped_matmul(
@@ -201,14 +234,7 @@ def grouped_matmul(
   Raises:
     ValueError: on shapes that do not fit, or that 'pallas' does not take.
   """
-  rows = plan_.slot_of_row_R.shape[0]
-  if w_EDF.ndim != 3:
-    raise ValueError(f'w_EDF {w_EDF.shape}: expected [E, D, F]')
-  if x_RD.shape != (rows, w_EDF.shape[1]):
-    raise ValueError(
-        f'x_RD {x_RD.shape}: the plan and w_EDF {w_EDF.shape} need'
-        f' {(rows, w_EDF.shape[1])}'
-    )
+  check_shapes(x_RD, w_EDF, plan_)
   fun = nx.choose(impl, IMPLS, 'grouped_matmul')
   return _grouped(x_RD, w_EDF, plan_.expert_of_tile, fun, numerics)
 

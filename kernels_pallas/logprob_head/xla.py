@@ -33,41 +33,65 @@ def logits(x_TD, w_DV, temperature, numerics):
   return jnp.concatenate(parts, -1)
 
 
-def logprobs(x_TD, w_DV, targets_T, temperature, numerics):
+def inside(columns_V, support_Tk):
+  """True [T, V] where a column is in the row's support (see `ops.logprobs`)."""
+  hit = (support_Tk[:, :, None] == columns_V).any(1)
+  return hit | (support_Tk < 0).all(-1, keepdims=True)
+
+
+def logprobs(x_TD, w_DV, targets_T, temperature, numerics, support_Tk=None):
   """See `ops.logprobs`."""
   keep, tree_sum = numerics.keep, numerics.tree_sum
 
   def tile(args):
-    rows, targets = args
+    rows, targets, *support = args
     m = jnp.full(rows.shape[:1], -1e30)
     l = u = jnp.zeros(rows.shape[:1])
     chosen = jnp.full(rows.shape[:1], -jnp.inf)
     for lo, w in _tiles(w_DV):
       z = _logits(rows, w, temperature, numerics)
-      hit = targets[:, None] == lo + jnp.arange(w.shape[1])
+      columns = lo + jnp.arange(w.shape[1])
+      hit = targets[:, None] == columns
+      if support:
+        member = inside(columns, support[0])
+        z = jnp.where(member, z, -jnp.inf)
       chosen = jnp.maximum(chosen, jnp.where(hit, z, -jnp.inf).max(-1))
       m_new = jnp.maximum(m, z.max(-1))
       a = keep(jnp.exp(m - m_new))
       p = keep(jnp.exp(z - m_new[:, None]))
       l = keep(l * a) + tree_sum(p)
-      u = keep(u * a) + tree_sum(keep(p * z))
+      pz = keep(p * z)
+      if support:
+        pz = jnp.where(member, pz, 0)
+      u = keep(u * a) + tree_sum(pz)
       m = m_new
     lse = m + keep(jnp.log(l))
     return chosen - lse, lse - keep(u * (1 / l))
 
   height = nx.ROW_TILE if numerics.exact else x_TD.shape[0]
-  tiles = (
+  tiles = [
       x_TD.reshape(-1, height, x_TD.shape[1]),
       targets_T.reshape(-1, height),
-  )
+  ]
+  if support_Tk is not None:
+    tiles.append(support_Tk.reshape(-1, height, support_Tk.shape[1]))
   logp, entropy = lax.map(tile, tiles)
   return logp.reshape(-1), entropy.reshape(-1)
 
 
-def backward(x_TD, w_DV, targets_T, g_logp, g_entropy, temperature, numerics):
+def backward(
+    x_TD,
+    w_DV,
+    targets_T,
+    g_logp,
+    g_entropy,
+    temperature,
+    numerics,
+    support_Tk=None,
+):
   """Returns dx [T, D] and dw [D, V], a few rows of logits at a time.
 
-  ∂log p/∂z = onehot(y) - p;  ∂H/∂z = -p (z - Σ p z).
+  ∂log p/∂z = onehot(y) - p;  ∂H/∂z = -p (z - Σ p z); both 0 outside a support.
   """
   count = x_TD.shape[0]
   height = BACKWARD_ROWS if count % BACKWARD_ROWS == 0 else nx.ROW_TILE
@@ -75,12 +99,20 @@ def backward(x_TD, w_DV, targets_T, g_logp, g_entropy, temperature, numerics):
     height = count
 
   def chunk(dw, args):
-    x, y, g, h = args
+    x, y, g, h, *support = args
     z = numerics.dot(x, w_DV, _ROWS_BY_COLUMNS) * (1 / temperature)
-    p = jnp.exp(z - z.max(-1, keepdims=True))
+    columns = jnp.arange(z.shape[1])
+    if support:
+      member = inside(columns, support[0])
+      best = jnp.where(member, z, -jnp.inf).max(-1, keepdims=True)
+      p = jnp.where(member, jnp.exp(z - best), 0)
+    else:
+      p = jnp.exp(z - z.max(-1, keepdims=True))
     p = p / p.sum(-1, keepdims=True)
     mean = (p * z).sum(-1, keepdims=True)
-    hit = y[:, None] == jnp.arange(z.shape[1])
+    hit = y[:, None] == columns
+    if support:
+      hit &= member
     dz = g[:, None] * (hit - p) - h[:, None] * p * (z - mean)
     dz = dz * (1 / temperature)
     dx = numerics.dot(dz, w_DV.astype(nx.F32), (((1,), (1,)), ((), ())))
@@ -89,7 +121,8 @@ def backward(x_TD, w_DV, targets_T, g_logp, g_entropy, temperature, numerics):
 
   cut = lambda a: a.reshape(-1, height, *a.shape[1:])
   zero = jnp.zeros(w_DV.shape, nx.F32)
-  dw, dx = lax.scan(
-      chunk, zero, (cut(x_TD), cut(targets_T), cut(g_logp), cut(g_entropy))
-  )
+  args = [x_TD, targets_T, g_logp, g_entropy]
+  if support_Tk is not None:
+    args.append(support_Tk)
+  dw, dx = lax.scan(chunk, zero, [cut(a) for a in args])
   return dx.reshape(x_TD.shape), dw

@@ -1,7 +1,8 @@
 """Gradient of attention on packed rows: dense blocks, nothing read twice.
 
 Rows are cut into blocks of queries; a block reads the keys from the window's
-start, or all keys of its row, to its own end. The gradient is deterministic but
+start, or all keys of its row, to its own end. Where a row's queries are the end
+of a longer row of keys (`layout.key_starts_BS`), places count in the keys. The gradient is deterministic but
 takes no part in the promise of equal bits, so its products are free.
 
   P = exp(S - lse),  dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O)),
@@ -37,7 +38,7 @@ def attend_rows_backward(
 
   Args:
     q_TNH: queries.
-    kv_MCKh: keys and values; the pages are the rows.
+    kv_MCKh: keys and values; the pages are the rows, or rows of keys.
     layout: of the rows.
     selected_TKj: selected pages, or None.
     out_TNH: the output.
@@ -51,6 +52,8 @@ def attend_rows_backward(
   width //= 2
   rows, group = q_TNH.shape[0] // length, q_TNH.shape[1] // heads
 
+  past = kv_MCKh.shape[0] * page // rows - length  # keys before the queries
+
   def heads_first(x_TN):  # [T, N, ...] -> [rows, K, length, G, ...]
     x = x_TN.astype(nx.F32).reshape(rows, length, heads, group, *x_TN.shape[2:])
     return jnp.moveaxis(x, 2, 1)
@@ -58,18 +61,18 @@ def attend_rows_backward(
   q, g = heads_first(q_TNH) * width**-0.5, heads_first(g_TNH)
   lse = heads_first(lse_TN)
   delta = (heads_first(out_TNH) * g).sum(-1)
-  kv = kv_MCKh.astype(nx.F32).reshape(rows, length, heads, 2 * width)
-  kv = kv.swapaxes(1, 2)  # [rows, K, length, 2H]
-  seen = _Seen(layout, selected_TKj, page, rows, heads, form)
+  kv = kv_MCKh.astype(nx.F32).reshape(rows, past + length, heads, 2 * width)
+  kv = kv.swapaxes(1, 2)  # [rows, K, past + length, 2H]
+  seen = _Seen(layout, selected_TKj, page, rows, heads, form, past)
   dkv = jnp.zeros_like(kv)
   dq = []
   block = QUERY_BLOCK if length % QUERY_BLOCK == 0 else page
   for end in range(block, length + 1, block):
     lo = 0
     if form.window is not None and not form.sink_page:
-      lo = max(0, end - block - form.window + 1)
+      lo = max(0, past + end - block - form.window + 1)
       lo -= lo % page
-    mine, rest = slice(end - block, end), slice(lo, end)
+    mine, rest = slice(end - block, end), slice(lo, past + end)
     size = (rows, heads, block * group)
     q_b = q[:, :, mine].reshape(*size, width)
     g_b = g[:, :, mine].reshape(*size, width)
@@ -106,11 +109,14 @@ _BY_ROWS = (((2,), (2,)), ((0, 1), (0, 1)))
 class _Seen:
   """Which keys of a row each query sees."""
 
-  def __init__(self, layout, selected_TKj, page, rows, heads, form):
+  def __init__(self, layout, selected_TKj, page, rows, heads, form, past):
     length = layout.row_length
-    self._position = layout.positions_T.reshape(rows, length)
-    self._start = jnp.arange(length) - self._position
-    self._page, self._form = page, form
+    self._starts = layout.key_starts_BS
+    if self._starts is None:
+      position = layout.positions_T.reshape(rows, length)
+      self._starts = jnp.arange(length) - position
+    self._start = self._starts[:, past:]  # of the queries
+    self._page, self._form, self._past = page, form, past
     self._selected: Any = None
     if selected_TKj is not None:
       chosen = selected_TKj.reshape(rows, length, heads, -1)
@@ -118,7 +124,7 @@ class _Seen:
 
   def block(self, mine: slice, rest: slice):
     """Returns bool [rows, K or 1, queries, 1, keys]."""
-    place = jnp.arange(mine.start, mine.stop)[:, None]
+    place = self._past + jnp.arange(mine.start, mine.stop)[:, None]
     key = jnp.arange(rest.start, rest.stop)
     seen = key <= place
     if self._form.window is not None:
@@ -126,7 +132,7 @@ class _Seen:
       if self._form.sink_page:
         near = near | (key < self._start[:, mine, None] + self._page)
       seen = seen & near
-    same = self._start[:, mine, None] == self._start[:, None, rest]
+    same = self._start[:, mine, None] == self._starts[:, None, rest]
     seen = (seen & same)[:, None]
     if self._selected is not None:
       seen = seen & self._picked(mine, rest)
@@ -137,7 +143,8 @@ class _Seen:
     # Sequences begin on page boundaries, so pages of rows are their pages.
     pages = jnp.arange(rest.start // self._page, -(-rest.stop // self._page))
     first = (self._start // self._page)[:, None, mine, None]
-    own = (jnp.arange(mine.start, mine.stop) // self._page)[:, None] == pages
+    place = self._past + jnp.arange(mine.start, mine.stop)
+    own = (place // self._page)[:, None] == pages
     picked = jnp.broadcast_to(own, (*first.shape[:3], len(pages)))
     for j in range(self._selected.shape[-1]):
       chosen = self._selected[:, :, mine, j, None]

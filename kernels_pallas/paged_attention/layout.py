@@ -19,6 +19,7 @@ QUERY_TILE = 8  # positions that are computed together, aligned to multiples
         'page_table_SW',
         'tiles',
         'tile_place_T',
+        'key_starts_BS',
     ],
     meta_fields=['row_length'],
 )
@@ -37,6 +38,10 @@ class Layout:
       tokens in no tile (padding). None with `tiles`.
     row_length: of the learner: the stream is rows of so many tokens, the pool
       is the stream itself, and gradients are defined. None in the engine.
+    key_starts_BS: of a learner whose rows are cut among devices: the pool is
+      rows of keys that end with the stream's own, and this is the place in its
+      row where each key's sequence begins, int32 (negative if before the row).
+      None elsewhere.
   """
 
   positions_T: jax.Array
@@ -45,6 +50,13 @@ class Layout:
   tiles: jax.Array | None = None
   tile_place_T: jax.Array | None = None
   row_length: int | None = None
+  key_starts_BS: jax.Array | None = None
+
+  def of_pool(self) -> Layout:
+    """Returns the layout for the forward, whose pool is not the stream."""
+    if self.key_starts_BS is None:
+      return self
+    return dataclasses.replace(self, row_length=None, key_starts_BS=None)
 
   def shift_pages(self, by) -> Layout:
     """Returns the layout for the slice of a stacked pool that starts at `by`."""
@@ -82,6 +94,54 @@ def row_layout(positions_BT, page_size: int) -> Layout:
       first.astype(jnp.int32),
       jnp.minimum(table, pages - 1).astype(jnp.int32),
       row_length=length,
+  )
+
+
+def part_layout(positions_BT, page_size: int, part, parts: int, past: int):
+  """Layout of one of `parts` equal parts of packed rows.
+
+  The keys of a row are the `past` tokens before the part and then its own; what
+  would lie before the row's first token is taken from its end, and no query
+  sees it.
+
+  Args:
+    positions_BT: int32 [B, T] of the whole rows, as for `row_layout`.
+    page_size: C.
+    part: int32 scalar, which part; may be traced.
+    parts: number of parts; a part is whole pages.
+    past: tokens of keys before the part, whole pages, at most (parts-1)·T/parts.
+
+  Returns:
+    The layout of the part's stream [B·T/parts] over a pool of
+    B·(past + T/parts) / C pages.
+
+  Raises:
+    ValueError: if a part, or `past`, is no whole number of pages.
+  """
+  rows, length = positions_BT.shape
+  own = length // parts
+  if length % parts or own % page_size or past % page_size:
+    raise ValueError(
+        f'positions_BT {positions_BT.shape}, parts={parts}, past={past}: parts'
+        f' of whole pages of {page_size} are needed'
+    )
+  if not 0 <= past <= length - own:
+    raise ValueError(f'past={past}: allowed is 0..{length - own}')
+  size = past + own
+  place = jnp.arange(size)
+  positions_BS = positions_BT[:, (part * own - past + place) % length]
+  starts_BS = place - positions_BS
+  first = starts_BS[:, past::page_size] // page_size  # a page has one sequence
+  table = first.reshape(-1)[:, None] + jnp.arange(length // page_size)
+  row = jnp.repeat(jnp.arange(rows), own // page_size)[:, None]
+  pages = size // page_size
+  table = row * pages + jnp.clip(table, 0, pages - 1)
+  return Layout(
+      positions_BS[:, past:].reshape(-1),
+      jnp.arange(rows * own) // page_size,
+      table.astype(jnp.int32),
+      row_length=own,
+      key_starts_BS=starts_BS,
   )
 
 

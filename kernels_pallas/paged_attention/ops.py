@@ -136,25 +136,30 @@ def _check(q, kv, layout, window, selected, sink):
     raise ValueError(
         f'sink_N {sink.shape}: q_TNH {q.shape} needs {q.shape[1:2]}'
     )
-  if layout.row_length is not None and kv.shape[0] * kv.shape[1] != q.shape[0]:
+  held = q.shape[0]
+  if layout.key_starts_BS is not None:
+    held = layout.key_starts_BS.size
+  if layout.row_length is not None and kv.shape[0] * kv.shape[1] != held:
     raise ValueError(
         f'kv_MCKh {kv.shape}: {kv.shape[0]} pages of {kv.shape[1]}, but the'
-        f' rows hold {q.shape[0]} tokens'
+        f' rows hold {held} tokens'
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attend_rows(q, kv, layout, selected, sink, form, numerics, fun):
-  return fun[0](q, kv, layout, selected, sink, form, numerics)[0]
+  return fun[0](q, kv, layout.of_pool(), selected, sink, form, numerics)[0]
 
 
 def _rows_forward(q, kv, layout, selected, sink, form, numerics, fun):
-  out, lse = fun[0](q, kv, layout, selected, sink, form, numerics)
+  out, lse = fun[0](q, kv, layout.of_pool(), selected, sink, form, numerics)
   return out, (q, kv, layout, selected, sink, out, lse)
 
 
 def _rows_backward(form, numerics, fun, saved, g):
   q, kv, layout, selected, sink, out, lse = saved
+  if layout.key_starts_BS is not None:
+    fun = fun[0], backward.attend_rows_backward
   dq, dkv = fun[1](q, kv, layout, selected, out, lse, g, form, numerics)
   return dq, dkv, None, None, _sink_gradient(sink, out, lse, g)
 

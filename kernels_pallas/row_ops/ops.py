@@ -103,8 +103,7 @@ def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
     ValueError: on an unknown gating, a topk outside 1..E or shapes that do not
       fit.
   """
-  if gating not in ('softmax', 'sigmoid'):
-    raise ValueError(f"gating={gating!r}: allowed are 'softmax' and 'sigmoid'")
+  _check_gating(gating)
   if logits_TE.ndim != 2 or bias_E.shape != logits_TE.shape[1:]:
     raise ValueError(
         f'logits_TE {logits_TE.shape} and bias_E {bias_E.shape}: expected'
@@ -114,6 +113,44 @@ def router(logits_TE, bias_E, *, topk: int, gating: str, numerics, impl='auto'):
     raise ValueError(f'topk={topk}: allowed is 1..{logits_TE.shape[-1]}')
   fun = nx.choose(impl, IMPLS, 'router').router
   return _router(logits_TE, bias_E, topk, gating, numerics, fun)
+
+
+def router_weights(
+    logits_TE, experts_Tk, *, gating: str, numerics, impl='auto'
+):
+  """Weighs experts that were chosen before: the weights of `router`.
+
+  softmax: w = softmax(l over the given); sigmoid: w = σ(l) / Σ_given σ(l).
+  Given the experts that `router` chose, the same bits.
+
+  Args:
+    logits_TE: float32 [T, E].
+    experts_Tk: int32 [T, topk] in 0..E-1, in slot order.
+    gating: 'softmax' or 'sigmoid'.
+    numerics: summation rules.
+    impl: 'auto', 'xla', 'pallas' or 'reference'.
+
+  Returns:
+    float32 [T, topk] that add up to 1.
+
+  Raises:
+    ValueError: on an unknown gating or shapes that do not fit.
+  """
+  _check_gating(gating)
+  if logits_TE.ndim != 2 or (
+      experts_Tk.ndim != 2 or experts_Tk.shape[0] != logits_TE.shape[0]
+  ):
+    raise ValueError(
+        f'logits_TE {logits_TE.shape} and experts_Tk {experts_Tk.shape}:'
+        ' expected [T, E] and [T, topk]'
+    )
+  fun = nx.choose(impl, IMPLS, 'router_weights').router_weights
+  return _router_weights(logits_TE, experts_Tk, gating, numerics, fun)
+
+
+def _check_gating(gating):
+  if gating not in ('softmax', 'sigmoid'):
+    raise ValueError(f"gating={gating!r}: allowed are 'softmax' and 'sigmoid'")
 
 
 def swiglu(gate_TF, up_TF, *, numerics, impl='auto'):
@@ -214,10 +251,37 @@ def _router_forward(logits, bias, topk, gating, numerics, fun):
 
 
 def _router_backward(topk, gating, numerics, fun, saved, grads):
-  """softmax: dl = w (g - Σ w g); sigmoid: dl = s (1-s) (g - Σ w g) / Σ s."""
-  del numerics, fun
+  del topk, numerics, fun
   logits, bias, weights, experts = saved
-  dl = grads[0] - (weights * grads[0]).sum(-1, keepdims=True)
+  dl = _logits_gradient(logits, weights, experts, gating, grads[0])
+  return dl, jnp.zeros_like(bias)
+
+
+_router.defvjp(_router_forward, _router_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _router_weights(logits, experts, gating, numerics, fun):
+  return fun(logits, experts, gating, numerics)
+
+
+def _router_weights_forward(logits, experts, gating, numerics, fun):
+  weights = fun(logits, experts, gating, numerics)
+  return weights, (logits, weights, experts)
+
+
+def _router_weights_backward(gating, numerics, fun, saved, g):
+  del numerics, fun
+  logits, weights, experts = saved
+  return _logits_gradient(logits, weights, experts, gating, g), None
+
+
+_router_weights.defvjp(_router_weights_forward, _router_weights_backward)
+
+
+def _logits_gradient(logits, weights, experts, gating, g):
+  """softmax: dl = w (g - Σ w g); sigmoid: dl = s (1-s) (g - Σ w g) / Σ s."""
+  dl = g - (weights * g).sum(-1, keepdims=True)
   if gating == 'softmax':
     dl = weights * dl
   else:
@@ -227,9 +291,6 @@ def _router_backward(topk, gating, numerics, fun, saved, grads):
   expert = jnp.arange(logits.shape[-1])
   parts = [
       jnp.where(experts[:, i : i + 1] == expert, dl[:, i : i + 1], 0)
-      for i in range(topk)
+      for i in range(experts.shape[-1])
   ]
-  return sum(parts[1:], parts[0]).astype(logits.dtype), jnp.zeros_like(bias)
-
-
-_router.defvjp(_router_forward, _router_backward)
+  return sum(parts[1:], parts[0]).astype(logits.dtype)

@@ -135,12 +135,18 @@ def _router_kernel(
     score = jnp.where(hit, scores, -jnp.inf).max(0, keepdims=True)
     chosen.append(score)
     experts.append(best)
+  weights_ref[...] = _columns(_weights(chosen, gating, numerics))
+  experts_ref[...] = _columns(experts)
+
+
+def _weights(chosen, gating, numerics):
+  """Normalises the scores of each slot."""
+  keep = numerics.keep
   if gating == 'softmax':
     best = functools.reduce(jnp.maximum, chosen)
     chosen = [keep(jnp.exp(score - best)) for score in chosen]
   scale = 1 / lanes.tree_add(chosen)
-  weights_ref[...] = _columns([keep(score * scale) for score in chosen])
-  experts_ref[...] = _columns(experts)
+  return [keep(score * scale) for score in chosen]
 
 
 def _columns(rows):
@@ -169,6 +175,43 @@ def router(logits, bias, topk, gating, numerics):
       'router',
   )(logits, bias[:, None])
   return weights, experts
+
+
+def _router_weights_kernel(
+    logits_ref, experts_ref, weights_ref, *, gating, numerics
+):
+  keep, topk = numerics.keep, weights_ref.shape[-1]
+  scores = keep(logits_ref[...].astype(nx.F32))
+  if gating == 'sigmoid':
+    scores = keep(jax.nn.sigmoid(scores))
+  expert = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+  chosen = []
+  for i in range(topk):
+    hit = expert == experts_ref[:, i : i + 1]
+    score = jnp.where(hit, scores, -jnp.inf).max(-1, keepdims=True)
+    chosen.append(score)
+  slot = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 1)
+  out = jnp.zeros(weights_ref.shape, nx.F32)
+  for i, weight in enumerate(_weights(chosen, gating, numerics)):
+    out = jnp.where(slot == i, weight, out)
+  weights_ref[...] = out
+
+
+def router_weights(logits, experts, gating, numerics):
+  """See `ops.router_weights`."""
+  (count, width), topk = logits.shape, experts.shape[1]
+  height = _height(width)
+  slots = pl.BlockSpec((height, topk), lambda i: (i, 0))
+  return _call(
+      functools.partial(
+          _router_weights_kernel, gating=gating, numerics=numerics
+      ),
+      (pl.cdiv(count, height),),
+      [pl.BlockSpec((height, width), lambda i: (i, 0)), slots],
+      slots,
+      jax.ShapeDtypeStruct((count, topk), nx.F32),
+      'router_weights',
+  )(logits, experts)
 
 
 def _swiglu_kernel(gate_ref, up_ref, y_ref, *, numerics):

@@ -26,13 +26,19 @@ def rope(x, positions, theta, numerics):
 
 def router(logits, bias, topk, gating, numerics):
   """See `ops.router`."""
-  del numerics
   scores = jax.nn.sigmoid(logits) if gating == 'sigmoid' else logits
   experts = jnp.argsort(-(scores + bias), -1, stable=True)[..., :topk]
+  return router_weights(logits, experts, gating, numerics), experts
+
+
+def router_weights(logits, experts, gating, numerics):
+  """See `ops.router_weights`."""
+  del numerics
+  scores = jax.nn.sigmoid(logits) if gating == 'sigmoid' else logits
   chosen = jnp.take_along_axis(scores, experts, -1)
   if gating == 'softmax':
-    return jax.nn.softmax(chosen, -1), experts
-  return chosen / chosen.sum(-1, keepdims=True), experts
+    return jax.nn.softmax(chosen, -1)
+  return chosen / chosen.sum(-1, keepdims=True)
 
 
 def swiglu(gate, up, numerics):

@@ -38,12 +38,24 @@ def router(logits, bias, topk, gating, numerics):
   logits = keep(logits.astype(nx.F32))
   scores = keep(jax.nn.sigmoid(logits)) if gating == 'sigmoid' else logits
   experts = lax.top_k(lax.stop_gradient(scores) + bias, topk)[1]
+  return _weights(scores, experts, gating, numerics), experts.astype(jnp.int32)
+
+
+def router_weights(logits, experts, gating, numerics):
+  """See `ops.router_weights`."""
+  keep = numerics.keep
+  logits = keep(logits.astype(nx.F32))
+  scores = keep(jax.nn.sigmoid(logits)) if gating == 'sigmoid' else logits
+  return _weights(scores, experts, gating, numerics)
+
+
+def _weights(scores, experts, gating, numerics):
+  keep = numerics.keep
   chosen = jnp.take_along_axis(scores, experts, -1)
   if gating == 'softmax':
     best = lax.stop_gradient(jnp.max(chosen, -1, keepdims=True))
     chosen = keep(jnp.exp(chosen - best))
-  weights = keep(chosen * (1 / numerics.tree_sum(chosen))[..., None])
-  return weights, experts.astype(jnp.int32)
+  return keep(chosen * (1 / numerics.tree_sum(chosen))[..., None])
 
 
 def swiglu(gate, up, numerics):

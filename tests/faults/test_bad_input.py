@@ -53,7 +53,7 @@ MORE = [
     ({'policy.heads': 0}, ['policy.heads=0', '1 or more']),
     ({'policy.impl': 'fast'}, ["'fast'", "'xla'"]),
     ({'learner.row_tokens': 128}, ['row_tokens=128', 'max_context=256']),
-    ({'learner.on_mismatch': 'go'}, ["'go'", "'stop'", "'warn'"]),
+    ({'learner.on_mismatch': 'go'}, ["'go'", "'skip'", "'stop'"]),
     ({'checkpoint.rl_every': 0}, ['checkpoint.rl_every=0', '1 or more']),
     ({'tasks.name': 'fixed'}, ['manifest.json']),
     ({'credit.name': 'grpi'}, ["'grpi'", 'near: grpo']),

@@ -57,3 +57,15 @@ def gradients(fun, args, cotangents):
     return value, pull(cotangents)
 
   return nx.jit(run)(args, cotangents)
+
+
+def biggest(jaxpr):
+  """Sizes of all arrays of a program, also of its loops and branches."""
+  for eqn in jaxpr.eqns:
+    for v in eqn.outvars:
+      yield v.aval.size
+    for value in eqn.params.values():
+      for part in value if isinstance(value, (tuple, list)) else (value,):
+        inner = getattr(part, 'jaxpr', part)
+        if hasattr(inner, 'eqns'):
+          yield from biggest(inner)

@@ -167,7 +167,7 @@ def test_blocks_of_columns(monkeypatch):
   num = samples.EXACT['float32']
 
   def run(impl):
-    fun = lambda x, w: ops._slots(
+    fun = lambda x, w: ops.slots(
         ops.grouped_matmul(
             ops.dispatch(x, plan), w, plan, numerics=num, impl=impl
         ),

@@ -1,5 +1,7 @@
 """No program of the forward leaves the order of a float sum to XLA."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,12 @@ from agentic_rl.policy import config as config_lib
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
 from kernels_pallas import numerics as nx
+from kernels_pallas.fp8_matmul import ops as fp8
 from kernels_pallas.logprob_head import ops as head_ops
 from kernels_pallas.paged_attention import layout as layouts
+from kernels_pallas.row_ops import ops as rows
 
+KERNELS = pathlib.Path(nx.__file__).parent
 SMALL = dict(
     vocab=64,
     width=32,
@@ -40,6 +45,7 @@ VARIANTS = {
         soft_cap=5.0,
         sink_page=True,
     ),
+    'fp8': dict(precision='fp8', layers=4, dense_layers=1),
 }
 TOKENS, TILES, POOL = 64, 24, 8
 
@@ -93,6 +99,7 @@ def sampler(cfg):
         temperature=0.9,
         top_k=20,
         top_p=0.9,
+        forced_T=index(TOKENS) - 1,
         numerics=cfg.numerics,
         impl=cfg.impl,
     )
@@ -111,13 +118,65 @@ def lowered(form, cfg):
 @pytest.mark.parametrize('form', [learner, sampler])
 @pytest.mark.parametrize(
     ('variant', 'impl'),
-    [*((name, 'xla') for name in VARIANTS), ('shared', 'pallas')],
+    [
+        *((name, 'xla') for name in VARIANTS),
+        ('shared', 'pallas'),
+        pytest.param('experts', 'pallas', marks=pytest.mark.slow),
+        pytest.param('dense', 'pallas', marks=pytest.mark.slow),
+    ],
 )
 def test_the_forward_fixes_every_sum(form, variant, impl):
   text = lowered(form, make(variant, impl=impl))
   assert 'stablehlo.dot_general' in text
   assert 'stablehlo.reduce(' in text  # maxima and integer counts are fine
   assert numerics.order_sensitive_reductions(text) == []
+
+
+def op(name, impl):
+  """(fun, shapes) of an op that the policies above do not use so."""
+  num = nx.Numerics()
+  if name == 'fp8_matmul':
+    fun = lambda x, w: fp8.fp8_matmul(x, w, numerics=num, impl=impl)
+    return fun, [(64, 256), (256, 128)]
+  if name.startswith('router'):
+    gating = name.partition(' ')[2]
+    fun = lambda z, b: rows.router(
+        z, b, topk=2, gating=gating, numerics=num, impl=impl
+    )
+    return fun, [(64, 4), (4,)]
+  options = dict(
+      sample=dict(),
+      greedy=dict(noise=0.0),
+      top_k=dict(top_k=5),
+      top_p=dict(top_p=0.5),
+  )[name]
+  keys = jax.random.split(jax.random.key(0), 64)
+  fun = lambda x, w: head_ops.sample(
+      x, w, keys, temperature=0.7, numerics=num, impl=impl, **options
+  )
+  return fun, [(64, 32), (32, 600)]
+
+
+@pytest.mark.parametrize('impl', ['xla', 'pallas'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'fp8_matmul', 'router softmax', 'router sigmoid', 'sample', 'greedy',
+        'top_k', 'top_p',
+    ],
+)  # fmt: skip
+def test_so_does_each_other_op(name, impl):
+  fun, shapes = op(name, impl)
+  assert found(fun, *shapes) == []
+
+
+def test_no_op_is_forgotten():
+  """A new op folder belongs into a policy or into `op` above."""
+  folders = {p.parent.name for p in KERNELS.glob('*/ops.py')}
+  assert folders == {
+      'block_selection', 'fp8_matmul', 'grouped_matmul', 'logprob_head',
+      'matmul', 'paged_attention', 'row_ops',
+  }  # fmt: skip
 
 
 @pytest.mark.parametrize('form', [learner, sampler])

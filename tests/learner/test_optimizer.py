@@ -6,6 +6,7 @@ import pytest
 
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.policy import model
+from kernels_pallas import numerics as nx
 from tests.rollout import samples
 
 CFG = samples.config(shared_width=8, layers=5, dense_layers=1, dense_width=24)
@@ -176,3 +177,33 @@ def test_numbers_out_of_range(field, value):
   options = {'learning_rate': 1e-3, 'steps': 3} | {field: value}
   with pytest.raises(ValueError, match=f"{field}={value} of optimizer 'adam'"):
     optimizer_lib.make('adam', **options)
+
+
+def test_steps_below_a_rounded_weight_add_up():
+  # Adam moves by the rate when gradients do not change. Below 1 bfloat16 has
+  # steps of 1/256: a step of .0005 is rounded away unless it is kept.
+  numerics = nx.Numerics('bfloat16')
+  gone = make('adam', learning_rate=5e-4)
+  kept = make('adam', learning_rate=5e-4, cast=numerics.cast)
+  weights = {'query': jnp.ones((2, 2)), 'balance': jnp.zeros(2)}
+  grads = {'query': jnp.ones((2, 2)), 'balance': jnp.zeros(2)}
+  seen = {}
+  for name, rule in (('gone', gone), ('kept', kept)):
+
+    def step(w, state, rule=rule):
+      change, state = rule.update(grads, state, w)
+      w = optax.apply_updates(w, change)
+      # As a router's bias moves, which the rule must not undo.
+      w = {'query': numerics.cast(w['query']), 'balance': w['balance'] + 1.0}
+      return w, state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    w, state = jax.tree.map(jnp.copy, weights), jax.jit(rule.init)(weights)
+    seen[name] = []
+    for _ in range(8):
+      w, state = step(w, state)
+      seen[name].append(float(w['query'][1, 1]))
+    np.testing.assert_array_equal(w['balance'], 8.0)
+  assert seen['gone'] == [1.0] * 8
+  # 1 - .0005 n to the nearest 1/256: .002 and more are past the half step.
+  assert seen['kept'] == [1.0] * 3 + [1 - 1 / 256] * 5

@@ -11,6 +11,7 @@ from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
 from agentic_rl.policy import model
 from kernels_pallas import numerics as nx
+from tests.kernels import samples as kernel_samples
 from tests.learner import plain
 from tests.rollout import samples
 
@@ -231,6 +232,64 @@ def test_on_policy_the_ratio_is_exactly_one(weights):
   assert stats['mismatch/max_abs_ratio_dev'] > 1e-3
 
 
+def test_a_gradient_is_looked_at_before_it_is_applied(weights):
+  one = learner()
+  own, batch = samples.copy(weights), one.pack(EXAMPLES)
+  state = one.init(own)
+  before = samples.copy((own, state))
+  found = one.accumulate(own, batch)
+  for a, b in zip(jax.tree.leaves((own, state)), jax.tree.leaves(before)):
+    np.testing.assert_array_equal(a, b)  # nothing was given away or changed
+  assert 'grad_norm' not in found.stats
+  applied = one.apply(own, state, found)
+  at_once = one.update(*before, batch)
+  assert applied[2] == at_once[2] and applied[2]['grad_norm'] > 0
+  assert found.stats.items() < applied[2].items()
+  for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(at_once)):
+    np.testing.assert_array_equal(a, b)
+  changed = np.asarray(applied[0]['final_norm']) != weights['final_norm']
+  assert changed.any()
+
+
+def test_ratios_far_from_one_are_a_share(weights):
+  """Case 2: the maximum and a share, not the mean alone."""
+  one = learner()
+  first, *_ = on_policy(weights)
+  logp, drawn = first.logp_behavior.copy(), np.flatnonzero(first.sampled)
+  logp[drawn[:3]] += np.float32([0.2, -0.2, 0.01])
+  off = dataclasses.replace(first, logp_behavior=logp)
+  stats = one.accumulate(weights, one.pack([off])).stats
+  assert stats['mismatch/outside_share'] == pytest.approx(2 / len(drawn))
+  np.testing.assert_allclose(stats['mismatch/max_abs_dlogp'], 0.2, rtol=1e-4)
+  dev = np.exp(0.2) - 1
+  np.testing.assert_allclose(
+      stats['mismatch/max_abs_ratio_dev'], dev, rtol=1e-4
+  )
+
+
+@pytest.mark.parametrize('trained', [0.1, 0.9])
+def test_memory_grows_with_the_tokens_that_need_a_log_prob(trained):
+  """Case 12: no logits of all tokens, nor rows of those that need none."""
+  cfg = dataclasses.replace(CFG, vocab=4096)
+  one, count = make(32, 64, cfg=cfg), 32 * 64
+  rng = np.random.default_rng(0)
+  texts = [
+      pack_lib.from_text(
+          rng.integers(0, 9, 64).astype(np.int32),
+          (rng.random(64) < trained).astype(np.float32),
+      )
+      for _ in range(32)
+  ]
+  inputs = update._inputs(one.pack(texts))
+  half = trained < 0.5
+  assert inputs['rows'].size == (count // 2 if half else count)
+  shapes = jax.eval_shape(lambda: model.init(cfg, 0))
+  sums = jax.eval_shape(functools.partial(update.Sums.zeros, cfg), shapes)
+  program = one._accumulate.trace(shapes, None, sums, inputs, np.float32(1))
+  largest = max(kernel_samples.biggest(program.jaxpr))
+  assert largest < count * cfg.vocab // 4
+
+
 def test_one_wrong_bit_and_one_wrong_route_are_counted(weights):
   one = learner()
   examples = on_policy(weights)
@@ -326,7 +385,7 @@ def test_supervised_text_lowers_its_loss(weights):
 @pytest.mark.parametrize(
     'options, message',
     [
-        (dict(row_tokens=60), 'whole pages of 8'),
+        (dict(row_tokens=60), 'a multiple of page=8'),
         (dict(rows=1, row_tokens=72), 'whole tiles of 64'),
         (dict(rows=2, row_tokens=32), 'row_tokens=32: .* max_context=64'),
         (dict(name='dpo'), "loss 'dpo': allowed are"),

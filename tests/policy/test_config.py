@@ -45,7 +45,27 @@ PolicyConfig = config_lib.PolicyConfig
         (dict(soft_cap=math.inf), 'soft_cap=inf: allowed is 0 or above'),
         (dict(sink_page=1), 'sink_page=1: allowed is bool values'),
         (dict(gating='tanh'), "gating='tanh': allowed is 'softmax' or"),
-        (dict(precision='fp8'), "'fp8': allowed are 'float32' and"),
+        (dict(precision='int8'), "'int8': allowed are 'float32', 'bfloat16'"),
+        (
+            dict(precision='fp8', width=192, head_width=32),
+            "width=192: allowed is a matrix side of at most 128, or .*'fp8'",
+        ),
+        (
+            dict(precision='fp8', head_width=48),
+            'head_width=48: .* multiple of it, .* not 192',
+        ),
+        (
+            dict(precision='fp8', expert_width=96),
+            'expert_width=96: .* multiple of it, .* not 192',
+        ),
+        (
+            dict(precision='fp8', shared_width=72),
+            'shared_width=72: .* multiple of it, .* not 144',
+        ),
+        (
+            dict(precision='fp8', experts=0, dense_width=320),
+            'dense_width=320: .* multiple of it, .* not 320',
+        ),
     ],
 )
 def test_errors(fields, match):
@@ -86,6 +106,9 @@ def test_derived_sizes():
   assert PolicyConfig(layers=2, dense_layers=2).groups == 0
   assert PolicyConfig(head_width=64).head_width == 64
   assert math.prod([cfg.heads, cfg.head_width]) == cfg.width
+  # What no layer has may have any width.
+  PolicyConfig(precision='fp8', experts=0, expert_width=96)
+  PolicyConfig(precision='fp8', dense_width=320)
   numerics = PolicyConfig(precision='bfloat16', exact=False).numerics
   assert (numerics.dtype, numerics.exact) == ('bfloat16', False)
 

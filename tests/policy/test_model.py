@@ -107,7 +107,7 @@ def test_every_parameter_has_its_logical_axes(cfg):
   assert named.keys() == sized.keys()
   for path, shape in sized.items():
     if model.is_balance(path):
-      assert named[path] is None  # whole on every device
+      assert named[path] == ('layers', None)  # whole on every device
       continue
     assert len(named[path]) == len(shape), path
     assert set(named[path]) <= AXES, path

@@ -187,6 +187,60 @@ def test_another_seed_draws_other_tokens(weights, scripts, played):
   assert count > 5 and drawn != expected
 
 
+# --- forced tokens ---
+
+
+def forced(script, item, count=None):
+  drawn = item.tokens[item.sampled].tolist()[:count]
+  return dataclasses.replace(script, forced=tuple(drawn))
+
+
+def test_forced_tokens_have_the_bits_of_drawn_ones(weights, scripts, played):
+  other = samples.make_engine(CFG, 4, weights_=weights, steps=((192, 40),))
+  again = [forced(s, played[s.rollout_id]) for s in scripts[::-1]]
+  samples.assert_same(samples.play(other, again), played)
+
+
+def test_drawing_goes_on_after_forced_tokens(engine, scripts, played):
+  again = [forced(s, played[s.rollout_id], 3) for s in scripts]
+  samples.assert_same(samples.play(engine, again), played)
+
+
+def test_log_probs_of_tokens_that_nobody_would_draw(engine, weights):
+  z = samples.logits(CFG, weights, PROMPT, 1.0)[-1]
+  worst = int(z.argmin())
+  slot = engine.insert(0, PROMPT)
+  engine.force(slot, [worst])
+  other = engine.insert(1, PROMPT)
+  one, two = engine.generate()
+  assert (one.slot, one.token) == (slot, worst) and two.slot == other
+  expected = np.asarray(jax.nn.log_softmax(z))[worst]
+  np.testing.assert_allclose(one.logp, expected, atol=2e-5)
+  assert two.token != worst
+
+
+def test_forced_tokens_are_in_the_vocabulary(engine):
+  slot = engine.insert(0, PROMPT)
+  for token in (-1, 64):
+    with pytest.raises(ValueError, match=f'token {token}: allowed are 0..63'):
+      engine.force(slot, [3, token])
+  (drawn,) = engine.generate()
+  assert drawn.token != 3  # nothing of a refused list is kept
+
+
+def test_the_likeliest_tokens(weights, scripts, played):
+  engine = samples.make_engine(CFG, weights_=weights, likeliest=3)
+  again = samples.play(engine, scripts[:4])
+  samples.assert_same(
+      again, {s.rollout_id: played[s.rollout_id] for s in scripts[:4]}
+  )
+  for item in again.values():
+    z = samples.logits(CFG, weights, item.tokens, 1.0)
+    places = np.flatnonzero(item.sampled)
+    expected = np.argsort(-z[places - 1], -1)[:, :3]
+    np.testing.assert_array_equal(item.likeliest[places], expected)
+
+
 # --- prefixes ---
 
 
@@ -248,6 +302,27 @@ def test_pages_of_other_weights_are_misses(engine, weights):
   assert engine.pages.hits == 0
   engine.load_params(weights, 2)  # the same again: pages stay
   samples.play(engine, group()[:1])
+  assert engine.pages.hits == 2
+
+
+def test_a_version_that_holds_other_weights_is_another_one(engine, weights):
+  """Case 9: a number that is given twice does not bring old pages back."""
+  (script,) = group()[:1]
+  first = samples.play(engine, [script])
+  norm = np.array(weights['final_norm'])
+  norm[-1:].view(np.int32)[0] ^= 1
+  wrong = weights | {'final_norm': jax.numpy.asarray(norm)}
+  hashes = [engine.weights_hash]
+  for other in (wrong, weights):
+    engine.load_params(other, 0)
+    hashes.append(engine.weights_hash)
+    again = samples.play(engine, [script])
+    assert engine.pages.hits == 0
+    if other is weights:
+      samples.assert_same(again, first)
+  assert hashes[0] == hashes[2] != hashes[1]
+  engine.load_params(samples.copy(weights), 0)  # equal content: pages stay
+  samples.assert_same(samples.play(engine, [script]), first)
   assert engine.pages.hits == 2
 
 

@@ -164,19 +164,19 @@ def test_random_traffic_keeps_the_books():
 def test_a_key_depends_on_every_earlier_token_and_on_the_weights():
   """Case 9: pages of other weights are never found."""
   tokens = list(range(30))
-  keys = paged_kv.page_keys(tokens, SIZE, 0)
+  keys = paged_kv.page_keys(tokens, SIZE, '0 a')
   assert len(keys) == 3  # of full pages only
-  assert paged_kv.page_keys(tokens[:16], SIZE, 0) == keys[:2]
-  assert paged_kv.page_keys(np.array(tokens), SIZE, 0) == keys
-  assert paged_kv.page_keys(tokens[:7], SIZE, 0) == []
+  assert paged_kv.page_keys(tokens[:16], SIZE, '0 a') == keys[:2]
+  assert paged_kv.page_keys(np.array(tokens), SIZE, '0 a') == keys
+  assert paged_kv.page_keys(tokens[:7], SIZE, '0 a') == []
   for place in range(24):
     changed = [*tokens]
     changed[place] += 1
-    other = paged_kv.page_keys(changed, SIZE, 0)
+    other = paged_kv.page_keys(changed, SIZE, '0 a')
     for page, (a, b) in enumerate(zip(keys, other)):
       assert (a == b) == (page < place // SIZE)
-  for version in (1, 10, -1):
-    assert not set(keys) & set(paged_kv.page_keys(tokens, SIZE, version))
+  for weights in ('1 a', '0 b', '-1 a', '0 ', ''):
+    assert not set(keys) & set(paged_kv.page_keys(tokens, SIZE, weights))
   # Equal pages at other places are other pages.
-  repeated = paged_kv.page_keys([5] * 24, SIZE, 0)
+  repeated = paged_kv.page_keys([5] * 24, SIZE, '0 a')
   assert len(set(repeated)) == 3
