@@ -321,7 +321,7 @@ def backward(
   """
   (count, width), vocab = x_TD.shape, w_DV.shape[1]
   size = min(CHUNK, dense.whole(COLUMNS) * pl.cdiv(vocab, COLUMNS))
-  x, w = dense.pad(x_TD, ROWS), dense.pad(w_DV, size)
+  x, w = dense.pad(x_TD, ROWS, 1), dense.pad(w_DV, size)
   facts = [_of_rows(a) for a in (targets_T, lse_T, mean_T, g_logp, g_entropy)]
 
   def chunk(dx, begin):

@@ -23,6 +23,7 @@ from kernels_pallas import warpgroup
 
 ROWS = 64  # of a block
 COLUMNS = 64  # that are computed at once
+WIDTH = 64  # that of a head is a multiple of
 EXPERTS = 256  # of a router, at most: they stay in registers
 
 
@@ -91,8 +92,17 @@ def rms_norm(x, gain, eps, numerics):
 
 
 def rope(x, positions, theta, numerics):
-  """See `ops.rope`."""
+  """See `ops.rope`.
+
+  Raises:
+    ValueError: on a head width that the kernel does not take.
+  """
   count, heads, width = x.shape
+  if width % WIDTH and not nx.interpret():
+    raise ValueError(
+        f'x_TNH {x.shape}: head width {width}, on gpu a multiple of {WIDTH} is'
+        ' allowed'
+    )
   half = width // 2
   # A constant of the program, as in xla.py.
   wave = np.asarray(theta ** (-np.arange(half) / half), np.float32)
@@ -132,21 +142,15 @@ def router(logits, bias, topk, gating, numerics):
   """
   del numerics
   count, width = logits.shape
-  if width > EXPERTS:
-    raise ValueError(
-        f"logits_TE {logits.shape}: impl='pallas' on gpu takes at most"
-        f' {EXPERTS} experts'
-    )
+  _check_experts(logits)
   logits = _pad(logits, ROWS, COLUMNS)
   size = logits.shape[1]
 
   def kernel(logits_ref, bias_ref, weights_ref, experts_ref, *memory):
     weights, experts = memory
-    block, all_of = _block(lax.axis_index('rows')), pl.ds(0, size)
-    scores = warpgroup.load_tile(logits_ref, block, all_of)
-    if gating == 'sigmoid':
-      scores = jax.nn.sigmoid(scores)
-    rank = scores + _spread(warpgroup.load(bias_ref, all_of))
+    block = _block(lax.axis_index('rows'))
+    scores = _scores(logits_ref, block, gating)
+    rank = scores + _spread(warpgroup.load(bias_ref, pl.ds(0, size)))
     column = lax.broadcasted_iota(jnp.int32, rank.shape, 1)
     # Rows of NaN choose some experts, too, each once.
     rank = jnp.where(rank > -3e38, rank, -3e38)
@@ -162,13 +166,7 @@ def router(logits, bias, topk, gating, numerics):
       return jnp.where(hit, -jnp.inf, rank)
 
     lax.fori_loop(0, topk, choose, rank)
-    chosen = [warpgroup.load_rows(weights, slot) for slot in range(topk)]
-    if gating == 'softmax':
-      best = functools.reduce(jnp.maximum, chosen)
-      chosen = [jnp.exp(score - best) for score in chosen]
-    scale = 1 / lanes.tree_add(chosen)
-    for slot, score in enumerate(chosen):
-      weights[slot] = score * scale
+    _normalise(weights, gating)
     plgpu.commit_smem()
     for source, target in ((weights, weights_ref), (experts, experts_ref)):
       plgpu.copy_smem_to_gmem(source, target.at[:, block])
@@ -184,6 +182,71 @@ def router(logits, bias, topk, gating, numerics):
       scratch=[plgpu.SMEM((topk, ROWS), x.dtype) for x in out],
   )(logits, _pad(bias, COLUMNS))
   return weights[:, :count].T, experts[:, :count].T
+
+
+def router_weights(logits, experts, gating, numerics):
+  """See `ops.router_weights`.
+
+  Raises:
+    ValueError: as `router`.
+  """
+  del numerics
+  count, topk = experts.shape
+  _check_experts(logits)
+  logits, experts = _pad(logits, ROWS, COLUMNS), _pad(experts, ROWS).T
+  size = logits.shape[1]
+
+  def kernel(logits_ref, experts_ref, weights_ref, weights):
+    block = _block(lax.axis_index('rows'))
+    scores = _scores(logits_ref, block, gating)
+    column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+
+    @pl.loop(0, topk)
+    def _(slot):
+      expert = warpgroup.load_rows(experts_ref, slot, block)
+      hit = column == warpgroup.wide(expert, size)
+      weights[slot] = jnp.where(hit, scores, -jnp.inf).max(1)
+
+    _normalise(weights, gating)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(weights, weights_ref.at[:, block])
+    plgpu.wait_smem_to_gmem(0)
+
+  weights = warpgroup.kernel(
+      kernel,
+      name='router_weights',
+      grid=dict(rows=logits.shape[0] // ROWS),
+      out=jax.ShapeDtypeStruct(experts.shape, nx.F32),
+      scratch=[plgpu.SMEM((topk, ROWS), nx.F32)],
+  )(logits, experts)
+  return weights[:, :count].T
+
+
+def _check_experts(logits) -> None:
+  if logits.shape[1] > EXPERTS:
+    raise ValueError(
+        f"logits_TE {logits.shape}: impl='pallas' on gpu takes at most"
+        f' {EXPERTS} experts'
+    )
+
+
+def _scores(logits_ref, block, gating):
+  """Returns float32 [ROWS, E] of a block."""
+  columns = pl.ds(0, logits_ref.shape[1])
+  scores = warpgroup.load_tile(logits_ref, block, columns)
+  return jax.nn.sigmoid(scores) if gating == 'sigmoid' else scores
+
+
+def _normalise(weights, gating) -> None:
+  """Turns the scores of the chosen, [topk, ROWS], into their weights."""
+  slots = range(weights.shape[0])
+  chosen = [warpgroup.load_rows(weights, slot) for slot in slots]
+  if gating == 'softmax':
+    best = functools.reduce(jnp.maximum, chosen)
+    chosen = [jnp.exp(score - best) for score in chosen]
+  scale = 1 / lanes.tree_add(chosen)
+  for slot, score in zip(slots, chosen):
+    weights[slot] = score * scale
 
 
 def swiglu(gate, up, numerics):

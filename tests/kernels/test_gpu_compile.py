@@ -132,6 +132,12 @@ ROW_OPS = {
         ),
         [FLOAT(64, 256), FLOAT(256)],
     ),
+    'router weights': (
+        lambda x, experts: rows.router_weights(
+            x, experts, gating='softmax', numerics=NUM, impl='pallas'
+        ),
+        [FLOAT(2048, 64), INT(2048, 8)],
+    ),
     'swiglu': (
         lambda x, y: rows.swiglu(x, y, numerics=NUM, impl='pallas'),
         [struct(4096, 768), struct(4096, 768)],
@@ -145,6 +151,7 @@ FUSED = {
     'rope 64': 208,
     'rope 128': 416,
     'router softmax': 48,
+    'router weights': 48,
     'router sigmoid': 384,
     'swiglu': 96,
 }

@@ -75,6 +75,14 @@ def test_values_and_bits(op, shape):
     samples.same_bits(np.asarray(a)[rows], np.asarray(b)[rows])
 
 
+@pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
+def test_the_weights_of_given_experts_are_those_of_the_router(gating):
+  logits = draw(0, 20, 7)
+  weights, experts = pallas_gpu.router(logits, draw(8, 7), 2, gating, NUM)
+  again = pallas_gpu.router_weights(logits, experts, gating, NUM)
+  samples.same_bits(again, weights)
+
+
 def test_a_router_of_nan_and_of_equals():
   logits = jnp.zeros((64, 5)).at[1].set(jnp.nan).at[2, 1:3].set(1)
   _, experts = pallas_gpu.router(logits, jnp.zeros(5), 4, 'softmax', NUM)
@@ -82,8 +90,10 @@ def test_a_router_of_nan_and_of_equals():
   np.testing.assert_array_equal(experts[:3], expected)
 
 
-def test_too_many_experts_are_named():
+def test_what_is_refused():
   logits = jnp.zeros((64, 300))
   with nx.target('gpu'):
+    with pytest.raises(ValueError, match=r'\(64, 2, 16\): .* multiple of 64'):
+      rope(pallas_gpu, draw(0, 64, 2, 16))
     with pytest.raises(ValueError, match=r'\(64, 300\): .* at most 256'):
       pallas_gpu.router(logits, jnp.zeros(300), 2, 'softmax', NUM)
