@@ -66,6 +66,23 @@ def load(ref, *index):
   return plgpu.load(ref, index, optimized=False)
 
 
+def load_tile(ref, *index):
+  """Returns float32 [64, C] of an array in memory, as the tensor core has it."""
+  return _load_as(plgpu.Layout.WGMMA, ref, index).astype(nx.F32)
+
+
+def load_rows(ref, *index):
+  """Returns [64], a number for each row of such a tile."""
+  return _load_as(plgpu.Layout.WGMMA.reduce(1), ref, index)
+
+
+def _load_as(layout, ref, index):
+  if nx.interpret():
+    return ref[index]
+  # Left to itself the compiler may look for a layout for minutes.
+  return plgpu.load(ref, index, layout=layout, optimized=False)
+
+
 def keep(x):
   """`Numerics.keep`; both LLVM and ptxas contract, even across a barrier."""
   return jnp.maximum(x, -3e38)

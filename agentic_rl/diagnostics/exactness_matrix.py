@@ -180,13 +180,31 @@ class Found:
 _Counts = tuple[str, int, int]
 
 
-def impls() -> tuple[str, ...]:
-  """Returns the implementations that run here, that of 'auto' first."""
-  return {
-      'cpu': ('xla', 'pallas'),
-      'tpu': ('pallas', 'xla'),
-      'gpu': ('xla',),  # 'pallas' has some of the ops only
-  }[nx.platform()]
+def impls(op: str) -> tuple[str, ...]:
+  """Returns the implementations of an op that run here, that of 'auto' first.
+
+  Args:
+    op: name in `OPS`.
+  """
+  names = ('pallas', 'xla') if nx.platform() == 'tpu' else ('xla', 'pallas')
+  return tuple(n for n in names if all(_runs(n, t) for t in TABLES[op]))
+
+
+def _runs(impl: str, table: dict[str, Any]) -> bool:
+  try:
+    nx.choose(impl, table, 'op')
+  except ValueError:
+    return False
+  return True
+
+
+def dtypes(op: str, impl: str) -> tuple[str, ...]:
+  """Returns the dtypes in which an op is checked."""
+  if op == 'fp8_matmul':
+    return ('fp8',)
+  # On a GPU the tensor cores take no float32.
+  only_half = impl == 'pallas' and nx.platform() == 'gpu'
+  return ('bfloat16',) if only_half else DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +233,22 @@ class Job:
 def jobs(sizes: Sizes) -> list[Job]:
   """Returns all jobs: policies, then ops; those of 'auto' first.
 
-  Policies run on the kernels of 'auto' only, the control arm on 'xla', whose
-  sums `Numerics(exact=False)` leaves to the compiler.
+  Policies run on the kernels of 'auto', on a GPU on its own ones, too. The
+  control arm runs on 'xla', whose sums `Numerics(exact=False)` leaves to the
+  compiler.
   """
-  auto = impls()[0]
+  auto = impls('matmul')[0]
   out = [_policy_job(sizes, auto, dtype, True) for dtype in DTYPES]
+  if nx.platform() == 'gpu':
+    out.append(_policy_job(sizes, 'pallas', 'bfloat16', True))
   out.append(_policy_job(sizes, 'xla', 'float32', False))
-  for impl in impls():
-    for op in OPS:
-      for dtype in ('fp8',) if op == 'fp8_matmul' else DTYPES:
-        out.append(_op_job(op, sizes, impl, dtype))
-  return out
+  ops = [
+      _op_job(o, sizes, i, d)
+      for o in OPS
+      for i in impls(o)
+      for d in dtypes(o, i)
+  ]
+  return out + sorted(ops, key=lambda job: job.impl != auto)
 
 
 def _op_job(op: str, sizes: Sizes, impl: str, dtype: str) -> Job:
@@ -540,4 +563,16 @@ OPS: dict[str, Callable[[nx.Numerics, str, Sizes], Iterator[_Counts]]] = {
     'attention full': _attention('full'),
     'attention window': _attention('window'),
     'attention block': _attention('block'),
+}
+# The tables of implementations of what each check runs.
+TABLES: dict[str, tuple[dict[str, Any], ...]] = {
+    'matmul': (dense.IMPLS,),
+    'fp8_matmul': (fp8.IMPLS,),
+    'grouped_matmul': (grouped.IMPLS,),
+    **dict.fromkeys(('rms_norm', 'rope', 'swiglu', 'router'), (rows.IMPLS,)),
+    **dict.fromkeys(('logprobs', 'sample'), (head.IMPLS,)),
+    'page_means': (selection.IMPLS,),
+    'attention full': (attention.IMPLS,),
+    'attention window': (attention.IMPLS,),
+    'attention block': (attention.IMPLS, selection.IMPLS),
 }

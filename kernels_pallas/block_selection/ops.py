@@ -9,11 +9,16 @@ page is never used.
 from __future__ import annotations
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.block_selection import pallas_gpu
 from kernels_pallas.block_selection import pallas_tpu
 from kernels_pallas.block_selection import reference
 from kernels_pallas.block_selection import xla
 
-IMPLS = {'xla': xla, 'pallas': pallas_tpu, 'reference': reference}
+IMPLS = {
+    'xla': xla,
+    'pallas': {'tpu': pallas_tpu, 'gpu': pallas_gpu},
+    'reference': reference,
+}
 
 
 def page_means(kv_MCKh, *, numerics: nx.Numerics, impl: str = 'auto'):

@@ -20,8 +20,23 @@ def page_means(kv_MCKh, numerics):
   return numerics.keep(numerics.tree_sum(keys) * (1 / kv_MCKh.shape[1]))
 
 
-def select_pages(q_TNH, means_MKH, layout, page_size, topk, numerics):
-  """See `ops.select_pages`."""
+def select_pages(
+    q_TNH, means_MKH, layout, page_size, topk, numerics, product=None
+):
+  """See `ops.select_pages`.
+
+  Args:
+    q_TNH: queries.
+    means_MKH: mean keys.
+    layout: of the stream.
+    page_size: C.
+    topk: pages of a token and KV head.
+    numerics: rounding and summation rules.
+    product: (q [tiles, K, R, H], means [tiles, K, W, H]) -> float32
+      [tiles, K, R, W]; that of XLA if None.
+  """
+  if product is None:
+    product = lambda q, means: numerics.dot(q, means, _QUERY_BY_MEAN)
   heads, width = means_MKH.shape[1:]
   group = q_TNH.shape[1] // heads
   positions, table, _ = tiles_lib.tile_facts(layout, page_size)
@@ -31,7 +46,7 @@ def select_pages(q_TNH, means_MKH, layout, page_size, topk, numerics):
   )
   q = q.reshape(-1, heads, tiles_lib.QUERY_TILE * group, width)
   means = lax.stop_gradient(means_MKH)[table].transpose(0, 2, 1, 3)
-  s = numerics.keep(numerics.dot(q, means.astype(q.dtype), _QUERY_BY_MEAN))
+  s = numerics.keep(product(q, means.astype(q.dtype)))
   s = s.reshape(*s.shape[:2], tiles_lib.QUERY_TILE, group, -1).swapaxes(-1, -2)
   s = numerics.tree_sum(s)  # [tiles, K, tile, W]
   pages = table.shape[1]

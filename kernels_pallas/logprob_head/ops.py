@@ -14,23 +14,32 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.logprob_head import pallas_gpu
 from kernels_pallas.logprob_head import pallas_tpu
 from kernels_pallas.logprob_head import reference
 from kernels_pallas.logprob_head import xla
 
-IMPLS = {'xla': xla, 'pallas': pallas_tpu, 'reference': reference}
+IMPLS = {
+    'xla': xla,
+    'pallas': {'tpu': pallas_tpu, 'gpu': pallas_gpu},
+    'reference': reference,
+}
 
 # (forward, backward); what the forward returns besides log-probs and entropies
 # is handed to the backward after x, w and targets.
 _GRADIENTS: dict[Any, tuple[Callable, Callable]] = {
     xla: (xla.logprobs, xla.backward),
     pallas_tpu: (pallas_tpu.forward, pallas_tpu.backward),
+    pallas_gpu: (pallas_gpu.forward, pallas_gpu.backward),
     reference: (reference.logprobs, xla.backward),
 }
 # Those that take a support; the kernels have none yet.
 SUPPORT_IMPLS = {'xla': xla, 'reference': reference}
 # Those that draw from the whole vocabulary without [T, V].
-_DRAWS: dict[Any, Callable] = {pallas_tpu: pallas_tpu.draw}
+_DRAWS: dict[Any, Callable] = {
+    pallas_tpu: pallas_tpu.draw,
+    pallas_gpu: pallas_gpu.draw,
+}
 
 
 def logprobs(

@@ -315,6 +315,17 @@ def _draw_kernel(
     tokens_ref[...] = token_ref[...]
 
 
+def check_keys(keys_T) -> None:
+  """Raises ValueError unless `_gumbel` makes the noise of these keys."""
+  kind = str(jax.random.key_impl(keys_T))
+  if kind != 'threefry2x32' or not jax.config.jax_threefry_partitionable:
+    raise ValueError(
+        f'keys_T of {kind}, jax_threefry_partitionable='
+        f"{jax.config.jax_threefry_partitionable}: impl='pallas' draws with"
+        ' partitionable threefry2x32 keys'
+    )
+
+
 def draw(x_TD, w_DV, keys_T, temperature, noise, greedy, numerics):
   """Draws from the whole vocabulary; [T, V] is never built.
 
@@ -336,13 +347,7 @@ def draw(x_TD, w_DV, keys_T, temperature, noise, greedy, numerics):
   Raises:
     ValueError: on another kind of keys or of noise, as set in `jax.config`.
   """
-  kind = str(jax.random.key_impl(keys_T))
-  if kind != 'threefry2x32' or not jax.config.jax_threefry_partitionable:
-    raise ValueError(
-        f'keys_T of {kind}, jax_threefry_partitionable='
-        f"{jax.config.jax_threefry_partitionable}: impl='pallas' draws with"
-        ' partitionable threefry2x32 keys'
-    )
+  check_keys(keys_T)
   (count, width), vocab = x_TD.shape, w_DV.shape[1]
   block = _block_rows(x_TD, w_DV)
   tokens = _call(

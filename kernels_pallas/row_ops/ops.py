@@ -12,11 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.row_ops import pallas_gpu
 from kernels_pallas.row_ops import pallas_tpu
 from kernels_pallas.row_ops import reference
 from kernels_pallas.row_ops import xla
 
-IMPLS = {'xla': xla, 'pallas': pallas_tpu, 'reference': reference}
+IMPLS = {
+    'xla': xla,
+    'pallas': {'tpu': pallas_tpu, 'gpu': pallas_gpu},
+    'reference': reference,
+}
 
 
 def rms_norm(x_TD, gain_D, *, numerics, eps: float = 1e-6, impl='auto'):

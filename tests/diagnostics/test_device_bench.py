@@ -11,6 +11,7 @@ import pytest
 from agentic_rl.diagnostics import device_bench
 from agentic_rl.diagnostics import device_cases as cases
 from agentic_rl.diagnostics import exactness_matrix as matrix
+from kernels_pallas import numerics as nx
 from kernels_pallas.row_ops import ops as rows
 from kernels_pallas.row_ops import xla
 from launch import bench
@@ -87,6 +88,26 @@ def test_an_impure_row_op_is_found(only_rms_norm, tmp_path, monkeypatch):
   for dtype in matrix.DTYPES:
     assert unequal[dtype, 'batch'] > 0 and unequal[dtype, 'place'] > 0
   assert report['unequal'] == sum(unequal.values())
+
+
+def test_the_matrix_has_what_runs_on_the_platform():
+  def found(platform):
+    with nx.target(platform):
+      jobs = matrix.jobs(matrix.SMALL)
+    return {(j.op, j.impl, j.dtype) for j in jobs if j.exact}
+
+  on_cpu, on_gpu = found('cpu'), found('gpu')
+  assert on_cpu == found('tpu') ^ {
+      ('policy', impl, dtype)
+      for impl in ('xla', 'pallas')
+      for dtype in matrix.DTYPES
+  }
+  for op in ['policy', *matrix.OPS]:
+    kernels = {d for o, i, d in on_gpu if (o, i) == (op, 'pallas')}
+    assert kernels == (set() if op == 'fp8_matmul' else {'bfloat16'})
+  assert {x for x in on_gpu if x[1] == 'xla'} == {
+      x for x in on_cpu if x[1] == 'xla'
+  }
 
 
 @pytest.mark.parametrize('exact', [True, False])

@@ -14,9 +14,11 @@ import pytest
 from kernels_pallas import gpu_compiler
 from kernels_pallas import numerics as nx
 from kernels_pallas.grouped_matmul import ops as grouped
+from kernels_pallas.logprob_head import ops as head
 from kernels_pallas.matmul import ops as dense
 from kernels_pallas.paged_attention import layout as layouts
 from kernels_pallas.paged_attention import ops as attention
+from kernels_pallas.row_ops import ops as rows
 
 pytestmark = pytest.mark.gpu_compile
 CHIP = 'h100'
@@ -97,6 +99,95 @@ def test_grouped_matmul(slots, d, f, e):
   rows = ((slots - 1) // tile + e) * tile
   experts = struct(slots // 8, 8, dtype=jnp.int32)
   check(run, [struct(rows, d), struct(e, d, f), experts], kernels=3)
+
+
+FLOAT, INT = (functools.partial(struct, dtype=d) for d in ('float32', 'int32'))
+
+ROW_OPS = {
+    'rms_norm': (
+        lambda x, gain: rows.rms_norm(x, gain, numerics=NUM, impl='pallas'),
+        [struct(2048, 1024), struct(1024)],
+    ),
+    'rms_norm of heads': (
+        lambda x, gain: rows.rms_norm(x, gain, numerics=NUM, impl='pallas'),
+        [struct(64, 16, 64), struct(64)],
+    ),
+    'rope 64': (
+        lambda x, p: rows.rope(x, p, numerics=NUM, impl='pallas'),
+        [struct(2048, 4, 64), INT(2048)],
+    ),
+    'rope 128': (
+        lambda x, p: rows.rope(x, p, numerics=NUM, impl='pallas'),
+        [struct(64, 16, 128), INT(64)],
+    ),
+    'router softmax': (
+        lambda x, bias: rows.router(
+            x, bias, topk=8, gating='softmax', numerics=NUM, impl='pallas'
+        ),
+        [FLOAT(2048, 64), FLOAT(64)],
+    ),
+    'router sigmoid': (
+        lambda x, bias: rows.router(
+            x, bias, topk=8, gating='sigmoid', numerics=NUM, impl='pallas'
+        ),
+        [FLOAT(64, 256), FLOAT(256)],
+    ),
+    'router weights': (
+        lambda x, experts: rows.router_weights(
+            x, experts, gating='softmax', numerics=NUM, impl='pallas'
+        ),
+        [FLOAT(2048, 64), INT(2048, 8)],
+    ),
+    'swiglu': (
+        lambda x, y: rows.swiglu(x, y, numerics=NUM, impl='pallas'),
+        [struct(4096, 768), struct(4096, 768)],
+    ),
+}
+
+
+# What exponentials, sines and cosines are made of, and what the widest router
+# can not hold.
+FUSED = {
+    'rope 64': 208,
+    'rope 128': 416,
+    'router softmax': 48,
+    'router weights': 48,
+    'router sigmoid': 384,
+    'swiglu': 96,
+}
+SPILLS = {'router sigmoid': 1024}
+
+
+@pytest.mark.parametrize('op', ROW_OPS)
+def test_row_ops(op):
+  limits = dict(fused=FUSED.get(op, 0), spill_bytes=SPILLS.get(op, 0))
+  check(*ROW_OPS[op], kernels=1, **limits)
+
+
+HEAD = [struct(2048, 1024), struct(1024, 151936)]
+
+
+def test_logprobs():
+  """Forward, and one kernel in the loop of the backward."""
+
+  def run(x, w, targets):
+    fun = lambda x, w: head.logprobs(
+        x, w, targets, temperature=0.8, numerics=NUM, impl='pallas'
+    )
+    value, pull = jax.vjp(fun, x, w)
+    return value, pull(value)
+
+  check(run, [*HEAD, INT(2048)], kernels=2, fused=256)
+
+
+def test_draw():
+  def run(x, w, data):
+    keys = jax.random.wrap_key_data(data)
+    return head.sample(x, w, keys, temperature=0.8, numerics=NUM, impl='pallas')
+
+  keys = struct(64, 2, dtype=jnp.uint32)
+  # Two logarithms of each of 64 numbers in a thread.
+  check(run, [struct(64, 1024), HEAD[1], keys], kernels=2, fused=1536)
 
 
 MODES = {

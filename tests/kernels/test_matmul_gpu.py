@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.fp8_matmul import ops as fp8
 from kernels_pallas.matmul import ops
 from kernels_pallas.matmul import pallas_gpu
 from kernels_pallas.matmul import reference
-from kernels_pallas.row_ops import ops as row_ops
 from tests.kernels import samples
 
 NUM = samples.EXACT['bfloat16']
@@ -63,8 +63,7 @@ def test_float32_is_refused_and_auto_takes_xla(impl):
 
 
 def test_ops_without_a_kernel_say_so():
-  args = jnp.ones((64, 8), jnp.bfloat16), jnp.ones(8, jnp.bfloat16)
+  args = jnp.ones((64, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16)
   with nx.target('gpu'):
-    with pytest.raises(ValueError, match='rms_norm on gpu: allowed are .*xla'):
-      row_ops.rms_norm(*args, numerics=NUM, impl='pallas')
-    assert row_ops.rms_norm(*args, numerics=NUM).shape == (64, 8)
+    with pytest.raises(ValueError, match='fp8.* on gpu: allowed are .*xla'):
+      fp8.fp8_matmul(*args, numerics=NUM, impl='pallas')
