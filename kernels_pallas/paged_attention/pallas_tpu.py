@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -536,7 +537,7 @@ def _walk(
     score = lambda item: shape.scores(
         queries[item[1]], kv_of(base + item[0], item[1]), owners[item[1]]
     )
-    states = {}
+    states: dict[int, Any] = {}
     for (u, i), s in _scored(score, work):
       place = step * at_once + u
       number = number_of(jnp.minimum(place, count - 2))
