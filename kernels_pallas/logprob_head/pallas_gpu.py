@@ -136,7 +136,7 @@ def forward(x_TD, w_DV, targets_T, temperature, numerics):
 
   def run(refs, target, row, column, state):
     m, l, u, chosen = state
-    z, ids = _logits(*refs[:2], row, column, temperature), _ids(column)
+    z, ids = _logits(refs[0], refs[1], row, column, temperature), _ids(column)
     inside = ids < vocab
     z = jnp.where(inside, z, -jnp.inf)
     hit = jnp.where(ids == _wide(target), z, -jnp.inf)
@@ -148,7 +148,7 @@ def forward(x_TD, w_DV, targets_T, temperature, numerics):
     u = keep(u * a) + warpgroup.row_sums(pz)
     return m_new, l, u, jnp.maximum(chosen, hit.max(1))
 
-  parts = _over_spans(
+  m, l, u, chosen = _over_spans(
       run,
       start,
       lambda refs, rows: warpgroup.load_rows(refs[2], rows),
@@ -157,7 +157,7 @@ def forward(x_TD, w_DV, targets_T, temperature, numerics):
       [nx.F32] * 4,
       'logprobs',
   )
-  return tuple(x[:count] for x in _combine(*parts, numerics))
+  return tuple(x[:count] for x in _combine(m, l, u, chosen, numerics))
 
 
 def _combine(m, l, u, chosen, numerics):
@@ -220,7 +220,7 @@ def draw(x_TD, w_DV, keys_T, temperature, noise, greedy, numerics):
   def run(refs, facts, row, column, state):
     best, token = state
     keys, factor = facts
-    z, ids = _logits(*refs[:2], row, column, temperature), _ids(column)
+    z, ids = _logits(refs[0], refs[1], row, column, temperature), _ids(column)
     if not greedy:
       z = z + warpgroup.keep(_gumbel(keys, ids) * factor)
     z = jnp.where(ids < vocab, z, -jnp.inf)
@@ -258,7 +258,7 @@ def _gumbel(keys, ids):
   Returns:
     float32 [ROWS, COLUMNS].
   """
-  high, low = _threefry(*keys, ids.astype(jnp.uint32))
+  high, low = _threefry(keys[0], keys[1], ids.astype(jnp.uint32))
   # 23 bits behind a one are a float in [1, 2).
   bits = lax.shift_right_logical(high ^ low, jnp.uint32(9))
   uniform = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), nx.F32) - 1

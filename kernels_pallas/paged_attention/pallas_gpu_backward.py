@@ -176,7 +176,8 @@ class _Queries:
       s, dp = (warpgroup.times_transposed(*x) for x in ((q, k), (g, v)))
       seen = _seen(shape, ahead - begin, hit, last, size, 0)
       wide = lambda x, size=size: warpgroup.wide(x, size)
-      _, ds = _softmax_backward(shape, s, dp, *map(wide, facts), seen)
+      shift, delta = map(wide, facts)
+      _, ds = _softmax_backward(shape, s, dp, shift, delta, seen)
       total = warpgroup.add_product(total, ds.astype(k.dtype), k)
     return total
 
@@ -297,7 +298,7 @@ class _Keys:
 
       def visit(i, state, own=False):
         word = None
-        if chosen and not own:
+        if chosen is not None and not own:
           word = chosen[0][entry, start + i]
 
         def step(slot):
@@ -305,13 +306,16 @@ class _Keys:
           for row in range(0, q.shape[1], forward.ROWS):
             at = slot, pl.ds(row, forward.ROWS)
             hit = None
-            if word is not None:
+            if chosen is not None and word is not None:
               hit = warpgroup.load(chosen[1], at[1]) & word
             ahead = pos[at] - base
             out = self._step(
                 out,
                 my_keys,
-                *(x.at[at] for x in (q, g, shift, delta)),
+                q.at[at],
+                g.at[at],
+                shift.at[at],
+                delta.at[at],
                 _seen(shape, ahead, hit, own, self.keys, 1),
             )
           return out
