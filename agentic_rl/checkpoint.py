@@ -279,27 +279,36 @@ class Checkpointer:
 
 
 def read_part(
-    folder: str | os.PathLike, name: str, abstract_tree: Any
+    folder: str | os.PathLike,
+    name: str,
+    abstract_tree: Any,
+    step: int | None = None,
 ) -> tuple[int, Any, dict[str, Any]]:
-  """Reads one entry of another run's newest checkpoint; changes nothing there.
+  """Reads one entry of another run's checkpoint; changes nothing there.
 
   Args:
     folder: of the checkpoints.
     name: key of the saved tree's top dict, as in {'weights': ..., ...}.
     abstract_tree: what that entry holds, see `Checkpointer.restore_latest`.
+    step: of the checkpoint; None for the newest.
 
   Returns:
     (step, the entry with the saved bits, JSON state).
 
   Raises:
     MismatchError: it holds other arrays.
-    CheckpointError: there is no checkpoint, or the newest one is corrupt.
+    CheckpointError: there is no such checkpoint, or it is corrupt.
   """
   with Checkpointer(folder, read_only=True) as checkpointer:
     steps = checkpointer.steps()
     if not steps:
       raise CheckpointError(f'there is no checkpoint in {folder}')
-    step, wanted = steps[-1], {name: abstract_tree}
+    step = steps[-1] if step is None else step
+    if step not in steps:
+      raise CheckpointError(
+          f'no checkpoint {step} in {folder}: there are {steps}'
+      )
+    wanted = {name: abstract_tree}
     try:
       tree, state = checkpointer._restore(step, wanted, f'{name}.')
     except MismatchError:

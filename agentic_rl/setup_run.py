@@ -28,6 +28,7 @@ from agentic_rl.learner import update
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import chat as chat_lib
 from agentic_rl.policy import config as policy_config
+from agentic_rl.policy import model
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.rollout import collect
 from agentic_rl.rollout import engine as engine_lib
@@ -69,7 +70,7 @@ _LEAST = {
 _SEEDS = 1 << 32  # a seed is a 32-bit number in the samplers' keys
 # Fields that may change between the runs of one work directory.
 FREE = (
-    'evaluation.every', 'checkpoint', 'alerts', 'env_pool',
+    'evaluation.every', 'checkpoint', 'alerts', 'env_pool', 'mesh',
     'learner.on_mismatch',
 )  # fmt: skip
 ON_MISMATCH = ('warn', 'skip', 'stop')  # see `monitor`
@@ -188,7 +189,7 @@ def setup(config: Any, workdir: pathlib.Path) -> Run:
   run = Run(config, workdir)
   try:
     mesh.host_devices(config.mesh)
-    _prepare_process()
+    prepare_process()
     _claim(run)
     if not run.fresh:
       run.summary = _finished(workdir)
@@ -229,7 +230,7 @@ def _claim(run: Run) -> None:
         f'workdir {run.workdir}: sandboxes show this part of the system to the'
         ' code of agents, which could read the held-out tasks; choose another'
     )
-  _check_numbers(run.config)
+  check_numbers(run.config)
   run.fresh = not path.exists()
   if not run.fresh:
     common.check_same(run.config, path, free=FREE)
@@ -239,7 +240,8 @@ def _claim(run: Run) -> None:
       shutil.rmtree(half) if half.is_dir() else half.unlink()
 
 
-def _check_numbers(config: Any) -> None:
+def check_numbers(config: Any) -> None:
+  """Raises ValueError if a number of a config has no sense."""
   values = common.fields(config)
   for path, value in values.items():
     if isinstance(value, float) and not math.isfinite(value):
@@ -281,6 +283,8 @@ def _build(run: Run) -> None:
   source = _source(run)
   if source is not None:
     source.check(run.policy, run.heldout)
+  shapes = jax.eval_shape(lambda: model.init(run.policy, 0))
+  mesh.check(run.parallel, shapes, model.logical_axes(run.policy))
   nx.choose(run.policy.impl, row_ops.IMPLS, 'policy')
   if 0 < config.rollout.pool_pages < config.rollout.engines:
     raise ValueError(
@@ -449,19 +453,23 @@ def _tokenizer(run: Run) -> tokenizer_lib.Tokenizer:
   source = _source(run)
   if source is not None:
     made = source.tokenizer(common.plain(c.tokenizer))
-    made.save(path)
-    return made
-  tasks = generate.generate_tasks(
-      c.tokenizer.corpus_tasks,
-      'train',
-      c.tasks.fresh.difficulty,
-      holdout_fraction=c.tasks.fresh.holdout_fraction,
-  )
-  made = tokenizer_lib.Tokenizer.train(
-      expert.corpus(tasks), c.tokenizer.vocab_size
-  )
+  else:
+    made = train_tokenizer(c)
   made.save(path)
   return made
+
+
+def train_tokenizer(config: Any) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer that a config describes."""
+  tasks = generate.generate_tasks(
+      config.tokenizer.corpus_tasks,
+      'train',
+      config.tasks.fresh.difficulty,
+      holdout_fraction=config.tasks.fresh.holdout_fraction,
+  )
+  return tokenizer_lib.Tokenizer.train(
+      expert.corpus(tasks), config.tokenizer.vocab_size
+  )
 
 
 def _resume_steps(run: Run) -> dict[str, int]:
@@ -484,7 +492,7 @@ def _alerts(config: Any):
   return bounds
 
 
-def _prepare_process() -> None:
+def prepare_process() -> None:
   """Settings of the process: compilation cache and memory allocator."""
   if jax.config.jax_compilation_cache_dir is None:
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')

@@ -203,6 +203,39 @@ def override(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
   return config
 
 
+def override_words(
+    config: ConfigDict, words: Sequence[str], flag: str = 'config'
+) -> ConfigDict:
+  """Applies words like `--config.policy.layers=4`, in place.
+
+  Args:
+    config: a ConfigDict, locked or not.
+    words: what a command line holds besides its own flags.
+    flag: name of the config flag.
+
+  Returns:
+    The same `config`.
+
+  Raises:
+    ConfigError: another word, an unknown field, or a value of another type.
+  """
+  for word in words:
+    match = re.fullmatch(rf'--?{flag}\.([^=]+)=(.*)', word, re.DOTALL)
+    if match is None:
+      raise ConfigError(
+          f'unexpected argument {word!r}; overrides are --{flag}.FIELD=VALUE'
+      )
+    path, text = match.groups()
+    check_field(config, path)
+    node: Any = config
+    for key in path.split('.'):
+      node = node[key]
+    if isinstance(node, ml_collections.ConfigDict):
+      raise ConfigError(f'{path!r} holds fields; override one of them')
+    override(config, {path: _parse_value(path, text, node)})
+  return config
+
+
 def _type_message(path: str, old: Any, new: Any) -> str:
   return (
       f'config field {path!r} is {type(old).__name__} ({old!r}),'
@@ -492,20 +525,6 @@ def _find_flag(argv: Sequence[str], flag: str) -> tuple[int, str] | None:
     if re.match(rf'--?{flag}=', word):
       return i, word.split('=', 1)[1]
   return None
-
-
-def check_report(path: str) -> None:
-  """Checks, before the work, that a report can be written to a file.
-
-  Args:
-    path: of `--json`; '' for none, '-' for standard output.
-
-  Raises:
-    OSError: it can not.
-  """
-  if path not in ('', '-'):
-    with open(path, 'a', encoding='utf-8'):
-      pass
 
 
 def default_workdir(spec: str, seed: int) -> str:

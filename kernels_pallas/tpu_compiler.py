@@ -73,14 +73,30 @@ def compile_for(
     RuntimeError: if libtpu is missing, or this process runs on a TPU.
     Exception: of the compiler, if it refuses the program.
   """
+  mesh = jax.sharding.Mesh(np.array(devices(chip)[:1]), ('x',))
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  with jax.set_mesh(mesh), nx.target('tpu'):
+    return jax.jit(fun, in_shardings=whole).lower(*args).compile()
+
+
+def devices(chip: str) -> Sequence[Any]:
+  """Returns the devices of a small slice, to compile for.
+
+  Args:
+    chip: key of `CHIPS`.
+
+  Raises:
+    ValueError: on an unknown chip.
+    RuntimeError: if libtpu is missing, or this process runs on a TPU.
+  """
   if chip not in CHIPS:
     raise ValueError(f'chip={chip!r}: allowed are {sorted(CHIPS)}')
   if jax.default_backend() == 'tpu':
-    raise RuntimeError('compile_for is for machines without a TPU')
+    raise RuntimeError('compiling for TPU is for machines without one')
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   try:
-    devices = topologies.get_topology_desc(
+    return topologies.get_topology_desc(
         platform='tpu', topology_name=CHIPS[chip].topology
     ).devices
   except Exception as error:
@@ -88,7 +104,3 @@ def compile_for(
         f'no TPU compiler: {error}; pip install libtpu, of the release that'
         f' goes with jax {jax.__version__}'
     ) from error
-  mesh = jax.sharding.Mesh(np.array(devices[:1]), ('x',))
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  with jax.set_mesh(mesh), nx.target('tpu'):
-    return jax.jit(fun, in_shardings=whole).lower(*args).compile()

@@ -1,7 +1,7 @@
 """Benchmarks.
 
   python launch/bench.py invariance [--config=configs/swe.py] [--json=FILE]
-  python launch/bench.py kernels --chip=v5e|v6e [--json=FILE]
+  python launch/bench.py kernels --chip=v5e|v6e [--only=OP,OP] [--json=FILE]
   python launch/bench.py device [--json=FILE]
   python launch/bench.py context [--chip=v5e] [--contexts=4096,32768]
       [--json=FILE]
@@ -12,8 +12,8 @@ ratio is above `--limit`.
 
 `kernels` compares our TPU kernels with JAX's own on the same work. It needs no
 TPU: it counts the VLIW bundles that the real compiler's programs issue. It takes
-minutes. A goal that is missed is marked and is no error; the exit code is 1 when
-a case could not be measured.
+minutes; `--only` takes parts of the names of cases. A goal that is missed is
+marked and is no error; the exit code is 1 when a case could not be measured.
 
 `device` is one prepared run, below 8 minutes, for a machine with an accelerator:
 whether results are equal to the bit there, and how fast the kernels are beside
@@ -29,17 +29,13 @@ context, or a program holds a float32 number for each token and page.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from configs import common
-
-
-def _note(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+from launch import reports
 
 
 def _invariance(args):
@@ -59,7 +55,7 @@ def _invariance(args):
       rows=config.learner.rows,
       row_tokens=config.learner.row_tokens,
       rounds=args.rounds,
-      note=_note,
+      note=reports.note,
   )
   names = ('sampler_ratio', 'learner_ratio')
   report['holds'] = holds = all(report[n] <= args.limit for n in names)
@@ -73,7 +69,10 @@ def _invariance(args):
 def _kernels(args):
   from agentic_rl.diagnostics import kernel_bench
 
-  results, failures = kernel_bench.measure(args.chip, note=_note)
+  cases = kernel_bench.select(args.only)
+  results, failures = kernel_bench.measure(
+      args.chip, cases, note=reports.note
+  )
   text = kernel_bench.table(results, failures)
   return [r.row() for r in results], text, not failures
 
@@ -82,7 +81,7 @@ def _device(args):
   del args
   from agentic_rl.diagnostics import device_bench
 
-  report = device_bench.measure(note=_note)
+  report = device_bench.measure(note=reports.note)
   return report, device_bench.table(report), report['holds']
 
 
@@ -95,7 +94,7 @@ def _context(args):
   rows, faults = context_cost.measure(
       args.chip,
       contexts,
-      note=_note,
+      note=reports.note,
   )
   text = context_cost.table(rows, faults)
   return context_cost.as_json(rows), text, not faults
@@ -114,6 +113,7 @@ def _parse(argv):
   kernels = commands.add_parser('kernels')
   kernels.set_defaults(run=_kernels)
   kernels.add_argument('--chip', required=True, metavar='v5e|v6e')
+  kernels.add_argument('--only', default='', metavar='OP,OP')
   device = commands.add_parser('device')
   device.set_defaults(run=_device)
   context = commands.add_parser('context')
@@ -121,24 +121,14 @@ def _parse(argv):
   context.add_argument('--chip', default='v5e')
   context.add_argument('--contexts', default='', metavar='N,N')
   for command in (bench, kernels, device, context):
-    command.add_argument('--json', default='', metavar='FILE')
+    reports.add_flag(command)
   return parser.parse_args(argv)
 
 
 def main(argv=None) -> int:
   """Runs a benchmark; returns 0, 1 if it does not hold, 2 on bad input."""
   args = _parse(argv)
-  try:
-    common.check_report(args.json)
-    report, text, holds = args.run(args)
-  except (OSError, ValueError, common.ConfigError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  if args.json not in ('', '-'):
-    content = json.dumps(report, indent=2) + '\n'
-    pathlib.Path(args.json).write_text(content, encoding='utf-8')
-  print(json.dumps(report, indent=2) if args.json == '-' else text)
-  return 0 if holds else 1
+  return reports.run(lambda: args.run(args), args.json)
 
 
 if __name__ == '__main__':

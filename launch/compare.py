@@ -13,14 +13,13 @@ a run is missing or not finished.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from agentic_rl.diagnostics import compare
-from configs import common
+from launch import reports
 
 
 def _arms(words) -> dict[str, list[str]]:
@@ -46,28 +45,23 @@ def _parse(argv):
   parser.add_argument('--x', default='tokens', metavar='tokens|iterations')
   parser.add_argument('--points', type=int, default=8)
   parser.add_argument('--png', default='', metavar='FILE')
-  parser.add_argument('--json', default='', metavar='FILE')
+  reports.add_flag(parser)
   return parser.parse_args(argv)
 
 
 def main(argv=None) -> int:
   """Compares; returns 0, or 2 on bad input."""
   args = _parse(argv)
-  try:
-    common.check_report(args.json)
+
+  def work():
     report = compare.compare(
         _arms(args.arm), metric=args.metric, x=args.x, points=args.points
     )
     if args.png:
       compare.plot(report, args.png)
-  except (OSError, ValueError, common.ConfigError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  text = json.dumps(report, indent=2)
-  if args.json not in ('', '-'):
-    pathlib.Path(args.json).write_text(text + '\n', encoding='utf-8')
-  print(text if args.json == '-' else compare.table(report))
-  return 0
+    return report, compare.table(report), True
+
+  return reports.run(work, args.json)
 
 
 if __name__ == '__main__':

@@ -10,7 +10,6 @@ is 1 when a check fails and 2 on bad input.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
@@ -18,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from agentic_rl.tasks import audit
 from agentic_rl.tasks import taskset
-from configs import common
+from launch import reports
 
 
 def _build(args):
@@ -59,7 +58,7 @@ def _parse(argv):
     out.set_defaults(run=run)
     for argument in positional:
       out.add_argument(argument)
-    out.add_argument('--json', default='', metavar='FILE')
+    reports.add_flag(out)
     return out
 
   build = command('build', _build)
@@ -80,17 +79,12 @@ def _parse(argv):
 def main(argv=None) -> int:
   """Runs a command; returns 0, 1 if a check failed, 2 on bad input."""
   args = _parse(argv)
-  try:
-    common.check_report(args.json)
+
+  def work():
     report, text = args.run(args)
-  except (OSError, ValueError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  if args.json not in ('', '-'):
-    content = json.dumps(report, indent=2) + '\n'
-    pathlib.Path(args.json).write_text(content, encoding='utf-8')
-  print(json.dumps(report, indent=2) if args.json == '-' else text)
-  return 1 if report.get('problems') else 0
+    return report, text, not report.get('problems')
+
+  return reports.run(work, args.json)
 
 
 if __name__ == '__main__':

@@ -133,12 +133,18 @@ def break_sampler(monkeypatch, version, when):
 
 def run(workdir, on_mismatch='stop', **values):
   config = common.load(f'{ROOT}/configs/forkme.py:iterations=3')
+  with config.unlocked():
+    config.policy.update(layers=2, pattern='wb')  # half the compilation
   values = {
       'warm_start.steps': 0,
       'env_pool.workers': 1,
       'evaluation.tasks': 1,
       'evaluation.greedy_tasks': 1,
       'checkpoint.keep': 9,
+      # Weights move whatever the rewards; no rollout is cut on a slow machine.
+      'learner.entropy': 0.01,
+      'rollout.deadline_s': 3000.0,
+      'env_pool.deadline_s': 600.0,
       'learner.on_mismatch': on_mismatch,
   } | {k.replace('__', '.'): v for k, v in values.items()}
   return train.train(common.override(config, values), workdir)
@@ -221,6 +227,7 @@ def test_skip_leaves_weights_and_optimizer_alone(
   assert wrong == [0, when == 'before', 0]
 
 
+@pytest.mark.slow
 def test_warn_says_so_and_goes_on(whole, tmp_path, monkeypatch):
   break_sampler(monkeypatch, 1, 'after')
   workdir = tmp_path / 'run'
@@ -246,6 +253,7 @@ def test_other_weights_stop_the_run_before_it_samples(tmp_path, monkeypatch):
   assert any(name.startswith('weights') for name in saved)
 
 
+@pytest.mark.slow
 def test_engines_that_hold_copies_report_their_bytes(tmp_path, monkeypatch):
   """Copies have the same hash, and are no longer the learner's memory."""
   load = engine_lib.Engine.load_params

@@ -351,3 +351,20 @@ CASES = (
         3 * _LOGITS,
     ),
 )
+
+
+def select(only: str) -> tuple[Case, ...]:
+  """Returns cases by their names.
+
+  Args:
+    only: parts of names, separated by commas; '' for all of `CASES`.
+
+  Raises:
+    ValueError: if a part is in no name.
+  """
+  parts = [part.strip() for part in only.split(',')]
+  for part in parts:
+    if not any(part in case.op for case in CASES):
+      names = [case.op for case in CASES]
+      raise ValueError(f'only={part!r}: allowed are parts of {names}')
+  return tuple(c for c in CASES if any(part in c.op for part in parts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -83,10 +83,18 @@ class _Live:
 
 
 def play(
-    engine: engine_lib.Engine | engines_lib.Engines, scripts: Sequence[Script]
+    engine: engine_lib.Engine | engines_lib.Engines,
+    scripts: Sequence[Script],
+    progress: Callable[[int], None] = lambda drawn: None,
 ) -> dict[int, Played]:
-  """Plays scripts, as many at once as fit; returns {rollout_id: Played}."""
-  waiting, now = collections.deque(scripts), 0
+  """Plays scripts, as many at once as fit; returns {rollout_id: Played}.
+
+  Args:
+    engine: without open sequences.
+    scripts: with distinct rollout ids.
+    progress: told after each step how many tokens were drawn.
+  """
+  waiting, now, drawn = collections.deque(scripts), 0, 0
   live: dict[int, _Live] = {}
   out: dict[int, Played] = {}
   while waiting or live:
@@ -95,7 +103,10 @@ def play(
       slot = engine.insert(script.rollout_id, script.prompt)
       engine.force(slot, script.forced)
       live[slot] = _Live(script)
-    for item in engine.generate():
+    items = engine.generate()
+    drawn += len(items)
+    progress(drawn)
+    for item in items:
       seq = live[item.slot]
       seq.drawn_at[engine.length(item.slot) - 1] = item
       seq.drawn += 1

@@ -95,12 +95,16 @@ def pack(
     first token of a sequence has no loss.
 
   Raises:
-    ValueError: if a sequence is longer than a row.
+    ValueError: if a sequence is longer than a row, or only some routes have
+      weights.
   """
   places, count = _places([len(e.tokens) for e in examples], row_tokens, page)
   count = max(rows, -(-count // rows) * rows)
   shape = (count, row_tokens)
   first = next((e.routes for e in examples if e.routes is not None), None)
+  kinds = {e.routes.dtype for e in examples if e.routes is not None}
+  if len(kinds) > 1:
+    raise ValueError(f'routes of {kinds}: all or none must have weights')
   among = next((e.support for e in examples if e.support is not None), None)
   batch = types.Batch(
       tokens_BT=np.zeros(shape, np.int32),

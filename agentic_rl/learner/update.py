@@ -528,22 +528,9 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
   rows = batch['rows']
   take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
   w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')
-  fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
-  own = loss.anchor == 'learner'
-  anchor = lax.stop_gradient(logp) if own else recorded
-  per_token, clipped = fun(logp, anchor, take('advantages'))
-  counts = {}
-  if loss.correction != 'none':
-    factor, truncated = corrections.weigh(
-        loss.correction,
-        dict(loss.correction_options),
-        logp,
-        recorded,
-        drawn,
-        batch['sequence'],
-    )
-    per_token = factor * per_token
-    counts = corrections.stats(factor, truncated, drawn & (w > 0))
+  per_token, clipped, counts = token_loss(
+      loss, logp, recorded, take('advantages'), w, drawn, batch['sequence']
+  )
   kl = jnp.zeros_like(logp)
   if reference_logp is not None:
     gap = reference_logp - logp
@@ -558,11 +545,39 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
       **_mismatch(logp, recorded, drawn),
       **_flips(routes, batch),
       'tokens': batch['real'].sum().astype(jnp.float32),
-      **dict.fromkeys(corrections.COUNTS, jnp.zeros(())),
       **counts,
   }
   stats = jax.tree.map(lax.stop_gradient, stats)
   return value, (stats, _load(routes, batch['real'], cfg))
+
+
+def token_loss(loss, logp, recorded, advantages, weights, drawn, sequence):
+  """The loss of each token, corrected where another policy drew it.
+
+  Args:
+    loss: a `LossConfig`.
+    logp: float32 [R], under the policy that learns.
+    recorded: float32 [R], under the policy that drew.
+    advantages: float32 [R].
+    weights: float32 [R], loss weight of the token.
+    drawn: bool [R], whether a policy drew it.
+    sequence: int32 [R], number of its sequence; equal ones are neighbours.
+
+  Returns:
+    float32 [R] loss, float32 [R] 1 where it was clipped, and sums of what the
+    correction did.
+  """
+  fun = functools.partial(losses.LOSSES[loss.name], **dict(loss.options))
+  anchor = lax.stop_gradient(logp) if loss.anchor == 'learner' else recorded
+  per_token, clipped = fun(logp, anchor, advantages)
+  if loss.correction == 'none':
+    return per_token, clipped, dict.fromkeys(corrections.COUNTS, jnp.zeros(()))
+  options = dict(loss.correction_options)
+  factor, truncated = corrections.weigh(
+      loss.correction, options, logp, recorded, drawn, sequence
+  )
+  counts = corrections.stats(factor, truncated, drawn & (weights > 0))
+  return factor * per_token, clipped, counts
 
 
 def _mismatch(logp, recorded, drawn):

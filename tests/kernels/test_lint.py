@@ -45,6 +45,7 @@ VARIANTS = {
         soft_cap=5.0,
         sink_page=True,
     ),
+    'fp8': dict(precision='fp8', layers=4, dense_layers=1),
 }
 TOKENS, TILES, POOL = 64, 24, 8
 

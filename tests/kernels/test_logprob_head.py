@@ -332,6 +332,142 @@ def test_mass_ahead_in_bits():
   samples.same_bits(alone[0], ahead[3])
 
 
+# Replay of the support.
+
+TABLE = ['reference', 'xla']
+
+
+def supported(impl='xla', temperature=1.0):
+  return lambda x, w, y, s: ops.logprobs(
+      x,
+      w,
+      y,
+      support_Tk=s,
+      temperature=temperature,
+      numerics=F32,
+      impl=impl,
+  )
+
+
+def supports(rows):
+  """int32 [ROWS, 3]: the given rows again and again."""
+  return np.resize(np.int32(rows), (ROWS, 3))
+
+
+@pytest.mark.parametrize('impl', TABLE)
+def test_support_by_hand(impl):
+  """Odds 1 : 2 : 5 among some of them; -1 alone is everybody."""
+  x, w = rows_of([0, math.log(2), math.log(5)])
+  rows = [[0, 2, -1], [1, -1, -1], [-1, -1, -1], [2, 1, 0], [0, 1, -1]]
+  targets = np.resize(np.int32([2, 1, 2, 2, 2]), ROWS)
+  logp, entropy = nx.jit(supported(impl))(x, w, targets, supports(rows))
+  expected = [math.log(5 / 6), 0, math.log(5 / 8), math.log(5 / 8), -math.inf]
+  np.testing.assert_allclose(logp[:5], expected, rtol=1e-6, atol=1e-7)
+  h = lambda *p: -sum(v * math.log(v) for v in p)
+  whole = h(1 / 8, 2 / 8, 5 / 8)
+  found = [h(1 / 6, 5 / 6), 0, whole, whole, h(1 / 3, 2 / 3)]
+  np.testing.assert_allclose(entropy[:5], found, rtol=1e-5, atol=1e-6)
+
+
+def test_support_gradients():
+  """Against plain differentiation, and against finite differences."""
+  count, width, vocab = 128, 12, 700  # two tiles of the vocabulary
+  x, w = samples.normal(0, (count, width)), samples.normal(1, (width, vocab))
+  rng = np.random.default_rng(2)
+  s = rng.random((count, vocab)).argsort(-1)[:, :9].astype(np.int32)
+  y = s[:, 4].copy()
+  s[::2, 6:], s[::16] = -1, -1
+  g = samples.normal(3, (count,)), samples.normal(4, (count,))
+  run = lambda fun: samples.gradients(lambda x, w: fun(x, w, y, s), (x, w), g)
+
+  def reference(x, w, y, s):
+    return ops.reference.logprobs(x, w, y, 0.7, F32, s)
+
+  (values, grads), (expected, slopes) = (
+      run(supported(temperature=0.7)), run(reference)
+  )  # fmt: skip
+  for a, b in zip((*values, *grads), (*expected, *slopes)):
+    samples.close(a, b)
+
+  def exact(x):  # float64, one row, nothing of the above
+    kept = s[1][s[1] >= 0]
+    z = x @ np.float64(w[:, kept]) / 0.7
+    logp = z - np.log(np.exp(z).sum())
+    return logp[kept == y[1]][0] * g[0][1] - (np.exp(logp) @ logp) * g[1][1]
+
+  row, step = np.float64(x[1]), 1e-6
+  slope = [
+      (exact(row + d) - exact(row - d)) / (2 * step)
+      for d in step * np.eye(width)
+  ]
+  np.testing.assert_allclose(grads[0][1], slope, atol=1e-4)
+
+
+@pytest.mark.parametrize('options', [dict(top_k=8), dict(top_k=20, top_p=0.7)])
+def test_the_support_of_a_draw_is_replayed(options):
+  """Case 3: one function on both sides, equal to the bit, in any company."""
+  x = samples.normal(0, (192, 24))
+  w = samples.normal(1, (24, 600), scale=0.3)
+  fun = sampler(temperature=0.8, keep_support=True, **options)
+  tokens, logp, kept = fun(x, w, keys(192))
+  kept = np.asarray(kept)
+  assert kept.shape == (192, options['top_k'])
+  assert (kept == np.asarray(tokens)[:, None]).any(-1).all()
+  again, _ = nx.jit(supported(temperature=0.8))(x, w, tokens, kept)
+  samples.same_bits(again, logp)
+  order = np.random.default_rng(3).permutation(192)
+  for a, b in zip(fun(x[order], w, keys(192)[order]), (tokens, logp, kept)):
+    samples.same_bits(a, np.asarray(b)[order])
+  # The draws are those without a record, and the kept ones add up to one.
+  plain = sampler(temperature=0.8, **options)(x, w, keys(192))
+  np.testing.assert_array_equal(plain[0], tokens)
+  z = np.float64(x) @ w / 0.8
+  p = np.exp(z - z.max(-1, keepdims=True))
+  mass = np.where(kept >= 0, np.take_along_axis(p, kept, -1), 0).sum(-1)
+  chosen = np.take_along_axis(p, np.asarray(tokens)[:, None], -1)[:, 0]
+  np.testing.assert_allclose(logp, np.log(chosen / mass), atol=1e-5)
+  np.testing.assert_allclose(
+      np.asarray(plain[1]) - logp, np.log(mass / p.sum(-1)), atol=1e-5
+  )
+  if 'top_p' in options:
+    sizes = (kept >= 0).sum(-1)
+    assert sizes.min() < sizes.max() and sizes.min() >= 1
+  # Under other weights the support is the recorded one, not their own.
+  other = samples.normal(5, (24, 600), scale=0.3)
+  found, _ = nx.jit(supported(temperature=0.8))(x, other, tokens, kept)
+  assert np.isfinite(found).all()
+  own = sampler(temperature=0.8, keep_support=True, **options)
+  theirs = np.asarray(own(x, other, keys(192))[2])
+  lost = ~(theirs == np.asarray(tokens)[:, None]).any(-1)
+  assert lost.mean() > 0.5  # without replay these ratios would be zero
+
+
+def test_a_forced_token_outside_the_support():
+  """It could not be drawn: its log-prob is among all tokens."""
+  x, w = rows_of([0, math.log(2), math.log(5)])
+  forced = np.resize(np.int32([0, 1, 2, -1]), ROWS)
+  fun = sampler(keep_support=True, top_k=2, forced_T=forced)
+  tokens, logp, kept = fun(x, w, keys(ROWS))
+  np.testing.assert_array_equal(tokens[:3], [0, 1, 2])
+  np.testing.assert_array_equal(kept[:3], [[-1, -1], [2, 1], [2, 1]])
+  expected = [math.log(1 / 8), math.log(2 / 7), math.log(5 / 7)]
+  np.testing.assert_allclose(logp[:3], expected, rtol=1e-6)
+  assert set(np.asarray(tokens[3::4])) <= {1, 2}
+
+
+def test_bad_supports():
+  x, w = rows_of([0, 1])
+  y = jnp.zeros(ROWS, jnp.int32)
+  with pytest.raises(ValueError, match=r'support_Tk \(3, 2\): expected'):
+    supported()(x, w, y, jnp.zeros((3, 2), jnp.int32))
+  with pytest.raises(
+      ValueError, match="impl='pallas' of logprobs with a support: allowed are"
+  ):
+    supported('pallas')(x, w, y, jnp.zeros((ROWS, 2), jnp.int32))
+  with pytest.raises(ValueError, match='keep_support=True with top_k=0'):
+    sampler(keep_support=True, top_p=0.5)(x, w, keys(ROWS))
+
+
 @pytest.mark.parametrize(
     ('options', 'match'),
     [

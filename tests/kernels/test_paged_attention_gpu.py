@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas import numerics as nx
+from kernels_pallas.paged_attention import backward
 from kernels_pallas.paged_attention import ops
 from kernels_pallas.paged_attention import pallas_gpu
+from kernels_pallas.paged_attention import pallas_gpu_backward
 from kernels_pallas.paged_attention.form import Form
 from tests.kernels import samples
 from tests.kernels import streams
@@ -107,6 +109,49 @@ def test_bits(mode):
       samples.same_bits(row, rows[key])
     for key, row in one.items():
       samples.same_bits(row, ours[key])
+
+
+@pytest.mark.parametrize(
+    'mode',
+    [
+        'block',
+        pytest.param('full', marks=pytest.mark.slow),
+        pytest.param('window', marks=pytest.mark.slow),
+    ],
+)
+def test_gradients(mode):
+  """Of two sequences in a row; the reference has no rounding in between."""
+  data = streams.world('bfloat16', (streams.PAGE + 3, streams.PAGE - 5))
+  q, kv, layout, place = streams.packed(data, [[0, 1]], 3 * streams.PAGE)
+  selected = chosen(place, len(q)) if mode == 'block' else None
+  g = jnp.asarray(samples.normal(9, q.shape, 'bfloat16'))
+  form = Form(WINDOW if mode == 'window' else None)
+  wide = samples.EXACT['float32']
+  out, lse = ops.xla.attend(q, kv, layout, selected, None, form, wide)
+  rest = layout, selected, out, lse, g, form
+
+  expected = backward.attend_rows_backward(q, kv, *rest, wide)
+  ours = pallas_gpu_backward.attend_rows_backward(
+      q.astype(jnp.bfloat16), kv.astype(jnp.bfloat16), *rest, NUM
+  )
+  for a, b in zip(ours, expected):
+    assert a.dtype == jnp.bfloat16 and a.shape == b.shape
+    samples.close(a.astype(np.float32), b, 'bfloat16')
+
+
+def test_the_tiles_that_visit_a_page():
+  """Two tiles a page: lists (page: tiles) by hand, in a window of a page."""
+  data = streams.world('bfloat16', (2 * streams.PAGE,))
+  q, kv, layout, _ = streams.packed(data, [[0]], 3 * streams.PAGE)
+  q = jnp.tile(q, (1, 2, 1)).astype(jnp.bfloat16)  # 16 heads: tiles of 8
+  tiles = pallas_gpu.Tiles.of(
+      q, kv.astype(jnp.bfloat16), layout, None, Form(streams.PAGE)
+  )
+  begin, visitors, words = pallas_gpu_backward._Keys(tiles).visitors(3)
+  assert words is None
+  lists = [list(visitors[0, a:b]) for a, b in zip(begin[0], begin[0, 1:])]
+  # Positions 16..23 see back to 1..8; the third page is padding, a sequence.
+  assert lists == [[0, 1, 2, 3], [2, 3], [4, 5]]
 
 
 def test_what_is_refused():

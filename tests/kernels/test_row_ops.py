@@ -168,6 +168,56 @@ def test_router_values_and_gradients(gating, topk, impl):
   assert np.count_nonzero(d_logits) <= 33 * topk
 
 
+@pytest.mark.parametrize('impl', ALL)
+@pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
+def test_router_weights(gating, impl):
+  """Of given experts: by hand, in gradient, and the router's own bits."""
+  weigh = lambda logits, experts: ops.router_weights(
+      logits, experts, gating=gating, numerics=F32, impl=impl
+  )
+  logits = np.float32([[0, np.log(2), 7, np.log(3)]])
+  chosen = np.float32([1, 3] if gating == 'softmax' else [1 / 2, 3 / 4])
+  found = jax.jit(weigh)(logits, np.int32([[0, 3]]))
+  np.testing.assert_allclose(found[0], chosen / chosen.sum(), rtol=1e-6)
+
+  args = samples.normal(0, (70, 8)), samples.normal(1, (8,), scale=0.3)
+  g = samples.normal(2, (70, 3))
+
+  def free(logits, bias):
+    weights, pull, experts = jax.vjp(
+        router(3, gating, impl), logits, bias, has_aux=True
+    )
+    return weights, experts, pull(g)[0]
+
+  def given(logits, experts):
+    weights, pull = jax.vjp(lambda x: weigh(x, experts), logits)
+    return weights, pull(g)[0]
+
+  weights, experts, slope = nx.jit(free)(*args)
+  again, same_slope = nx.jit(given)(args[0], experts)
+  (samples.same_bits if impl in FAST else samples.close)(again, weights)
+  samples.close(same_slope, slope)
+  # Foreign experts, in another order of slots: plain differentiation.
+  others = np.random.default_rng(3).random((70, 8)).argsort(-1)[:, :3]
+  expected = jax.vjp(
+      lambda x: ops.reference.router_weights(x, others, gating, F32), args[0]
+  )
+  found, slope = nx.jit(given)(args[0], others.astype(np.int32))
+  samples.close(found, expected[0])
+  samples.close(slope, expected[1](g)[0])
+
+
+def test_router_weights_bad_shapes():
+  with pytest.raises(ValueError, match=r'experts_Tk \(2, 1\): expected'):
+    ops.router_weights(
+        jnp.ones((3, 4)), jnp.ones((2, 1)), gating='softmax', numerics=F32
+    )
+  with pytest.raises(ValueError, match="gating='tanh'"):
+    ops.router_weights(
+        jnp.ones((3, 4)), jnp.ones((3, 1)), gating='tanh', numerics=F32
+    )
+
+
 @pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
 def test_router_on_tpu_chooses_each_expert_once(gating):
   """Also in rows of padding, whose experts are counted with the others."""

@@ -66,6 +66,14 @@ def test_router(chip, tokens, experts, gating):
 
 @pytest.mark.tpu_compile
 @every_chip
+@pytest.mark.parametrize('gating', ['softmax', 'sigmoid'])
+def test_router_weights(chip, gating):
+  fun = lambda x, e: ops.router_weights(x, e, gating=gating, **OPTIONS)
+  compiles(chip, fun, ((2048, 256), F32), ((2048, 8), jnp.int32))
+
+
+@pytest.mark.tpu_compile
+@every_chip
 @pytest.mark.parametrize('shape', [(64, 512), (2048, 2816), (2048, 1000)])
 def test_gate(chip, shape):
   fun = lambda gate, up: ops.swiglu(gate, up, **OPTIONS)

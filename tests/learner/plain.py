@@ -8,14 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def decoder(weights, tokens, cfg, temperature):
-  """Returns log-softmax [T, V] of one sequence."""
+def decoder(weights, tokens, cfg, temperature, routes=None, shares=None):
+  """Returns log-softmax [T, V] of one sequence.
+
+  With `routes` [L, T, topk] the experts are these, and with `shares` so are
+  their weights.
+  """
   x = weights['embedding'][tokens]
   for group in range(cfg.groups):
     for i, kind in enumerate(cfg.pattern):
       w = jax.tree.map(lambda a, g=group: a[g], weights['pattern'][i])
       x = x + _attention(_norm(x, w['attention_norm']), w, kind, cfg)
-      x = x + _experts(_norm(x, w['ffn_norm']), w, cfg)
+      n = group * len(cfg.pattern) + i
+      given = None if routes is None else routes[n]
+      share = None if shares is None else shares[n]
+      x = x + _experts(_norm(x, w['ffn_norm']), w, cfg, given, share)
   z = _norm(x, weights['final_norm']) @ weights['head'] / temperature
   return jax.nn.log_softmax(z, -1)
 
@@ -85,11 +92,16 @@ def _selected(q, k, cfg):
   return seen | whole
 
 
-def _experts(h, w, cfg):
+def _experts(h, w, cfg, given=None, shares=None):
   logits = h @ w['router']
   score, chosen = jax.lax.top_k(logits + w['balance'], cfg.topk_experts)
   share = jax.nn.softmax(jnp.take_along_axis(logits, chosen, -1), -1)
   del score
+  if given is not None:
+    chosen = given
+    share = jax.nn.softmax(jnp.take_along_axis(logits, chosen, -1), -1)
+  if shares is not None:
+    share = shares
   a = jnp.einsum('td,edf->tef', h, w['expert_in'])
   half = a.shape[-1] // 2
   a = jax.nn.silu(a[..., :half]) * a[..., half:]

@@ -1,6 +1,7 @@
 """The whole run, through the command line, as a user sees it."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -165,3 +166,36 @@ def test_help_is_quick_and_light():
     if best_s < 3:
       break
   assert best_s < 3
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_goes_on_on_another(tmp_path):
+  """Eight of the host's devices; then the last iterations on other axes."""
+  work = tmp_path / 'run'
+  values = {'mesh': 'data=2,fsdp=2,expert=2', 'checkpoint.keep': 9}
+  done = runs.run(work, values)
+  assert done.code == 0, done.errors
+  summary = runs.summary(work)
+  assert summary['unequal_logprob_bits'] == summary['route_flips'] == 0
+  assert summary['compared_logprobs'] > 0
+  (work / 'summary.json').unlink()
+  shutil.rmtree(work / 'checkpoints' / 'rl' / '4')
+  shutil.rmtree(work / 'checkpoints' / 'rl' / '3')
+  again = runs.run(work, values | {'mesh': 'fsdp=2,context=2'})
+  assert again.code == 0, again.errors
+  other = runs.summary(work)
+  assert other['iterations'] == summary['iterations']
+  assert other['unequal_logprob_bits'] == other['route_flips'] == 0
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'said'),
+    [
+        ('model=2', "'model=2' is not allowed"),
+        ('expert=3', 'expert=3 can not cut'),
+        ('context=5', 'a multiple of page=16 times'),
+    ],
+)
+def test_a_mesh_that_can_not_be_is_an_error(tmp_path, mesh, said):
+  done = runs.run(tmp_path / 'run', {'mesh': mesh})
+  assert done.code == 1 and said in done.errors, done.errors

@@ -1,0 +1,187 @@
+"""Checks what this code promises.
+
+  python launch/verify.py mismatch [--config=configs/swe.py] [--fresh]
+      [--workdir=RUN | --checkpoint=DIR] [--text=FILE | --trajectories=FILES]
+      [--positions=50000] [--control] [--against=logs.jsonl]
+      [--json=FILE] [--html=FILE] [--config.FIELD=VALUE ...]
+
+  python launch/verify.py precision [--config=configs/swe.py] [--fresh]
+      [--workdir=RUN | --checkpoint=DIR] [--a=bfloat16] [--b=fp8]
+      [--context=4096] [--sequences=8] [--json=FILE]
+      [--config.FIELD=VALUE ...]
+
+`mismatch` runs the same tokens through the sampler and through the learner and
+compares their log-probs, bit for bit, and the experts they choose.
+
+The policy is that of `--workdir`, its newest checkpoint, or of `--checkpoint`,
+a folder of checkpoints or one of them; the config of their run is used, with
+the overrides of the command line. Without either it is the run of the config in
+its usual directory (`runs/swe-seed0`), if there is one; else, and with
+`--fresh`, weights that were never trained.
+
+The tokens are those of `--text`, a file in UTF-8, or of `--trajectories`, the
+trajectory files of a run (a comma list of names and patterns); by default the
+newest rollouts of the run, or else what the policy draws in random traffic.
+`--positions` bounds how many drawn tokens are compared.
+
+`--control` also scores these tokens with invariance switched off on both sides.
+`--against` compares the log-probs of a foreign engine with the learner's in
+place of the sampler's; `agentic_rl/diagnostics/mismatch_tokens.py` describes
+the file.
+
+The report (`--json`, '-' for standard output) has `positions`, `unequal_bits`,
+`route_flips`, `max_abs_dlogp`, `verdict`, `buckets` by context length, the same
+figures of the `control`, and more; `agentic_rl/diagnostics/mismatch.py` says
+how each is computed. `--html` writes a page with plots that needs no other
+file. The exit code is 0 if the verdict is 'exact'; where that is not to be had
+(`policy.exact=False`, `--against`) if it is not 'accumulating'; else 1, and 2
+on bad input.
+
+`precision` compares two precisions of a policy over the same tokens of long
+rollouts, which the first of them draws; `agentic_rl/diagnostics/precision.py`
+says what is compared. The exit code is 1 if one of the two, sampler against
+learner, is not exact with itself.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from configs import common
+from launch import reports
+
+
+def _mismatch(args, overrides):
+  reports.check_writable(args.html)
+  for path in filter(None, (args.text, args.against)):
+    open(path, encoding='utf-8').close()
+  from agentic_rl.diagnostics import mismatch_report  # JAX loads only now
+  from agentic_rl.diagnostics import mismatch_run
+  from agentic_rl.diagnostics import mismatch_tokens as tokens_lib
+
+  policy = _policy(args, overrides)
+  reports.note(f'policy: {policy.origin}')
+  cfg, seed = policy.cfg, policy.config.seed
+  if args.against:
+    examples = tokens_lib.read_foreign(args.against, cfg)
+    report = mismatch_run.measure_foreign(
+        policy, examples, f'{args.against}', note=reports.note
+    )
+  else:
+    if args.text:
+      text = pathlib.Path(args.text).read_text(encoding='utf-8')
+      source = tokens_lib.from_text(
+          text, policy.tokenizer(), cfg, args.positions, seed
+      )
+    else:
+      files = tokens_lib.trajectory_files(args.trajectories)
+      if not files and policy.workdir is not None:
+        files = tokens_lib.newest_trajectories(policy.workdir)
+      source = (
+          tokens_lib.from_trajectories(files, cfg, args.positions, seed)
+          if files
+          else tokens_lib.from_traffic(cfg, args.positions, seed)
+      )
+    reports.note(f'tokens: {source.origin}')
+    report = mismatch_run.measure(
+        policy, source, control=args.control, note=reports.note
+    )
+  if args.html:
+    page = mismatch_report.page(report)
+    pathlib.Path(args.html).write_text(page, encoding='utf-8')
+  holds = mismatch_run.holds(report, bool(args.against))
+  return report, mismatch_report.table(report), holds
+
+
+def _precision(args, overrides):
+  from agentic_rl import setup_run  # JAX loads only now
+  from agentic_rl.diagnostics import precision
+
+  setup_run.prepare_process()
+  policy = _policy(args, overrides)
+  reports.note(f'policy: {policy.origin}')
+  report = precision.measure(
+      policy.cfg,
+      policy.weights,
+      a=args.a,
+      b=args.b,
+      context=args.context,
+      sequences=args.sequences,
+      temperature=policy.config.sampling.temperature,
+      seed=policy.config.seed,
+      note=reports.note,
+  )
+  return report, precision.table(report), report['holds']
+
+
+def _policy(args, overrides):
+  """Loads the policy that the flags name."""
+  from agentic_rl import setup_run
+  from agentic_rl.diagnostics import mismatch_run
+  from agentic_rl.parallel import mesh
+
+  config = common.override_words(common.load(args.config), overrides)
+  run = args.workdir or mismatch_run.run_of(args.checkpoint)
+  if not (args.workdir or args.checkpoint or args.fresh):
+    usual = common.default_workdir(args.config, config.seed)
+    run = args.workdir = usual if mismatch_run.has_checkpoint(usual) else ''
+  if run:
+    path = pathlib.Path(run) / setup_run.RESOLVED
+    config = common.override_words(common.load_resolved(path), overrides)
+  mesh.host_devices(config.get('mesh', ''))
+  setup_run.prepare_process()
+  return mismatch_run.load(
+      config, workdir=args.workdir, checkpoint=args.checkpoint
+  )
+
+
+def _positive(text: str) -> int:
+  value = int(text)
+  if value < 1:
+    raise ValueError
+  return value
+
+
+def _parse(argv):
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  commands = parser.add_subparsers(required=True)
+  mismatch = commands.add_parser('mismatch', allow_abbrev=False)
+  mismatch.set_defaults(run=_mismatch)
+  precision = commands.add_parser('precision', allow_abbrev=False)
+  precision.set_defaults(run=_precision, control=False)
+  for command in (mismatch, precision):
+    command.add_argument('--config', default='configs/swe.py')
+    policy = command.add_mutually_exclusive_group()
+    policy.add_argument('--workdir', default='', metavar='RUN')
+    policy.add_argument('--checkpoint', default='', metavar='DIR')
+    policy.add_argument('--fresh', action='store_true')
+    reports.add_flag(command)
+  precision.add_argument('--a', default='bfloat16', metavar='PRECISION')
+  precision.add_argument('--b', default='fp8', metavar='PRECISION')
+  precision.add_argument('--context', type=_positive, default=4096)
+  precision.add_argument('--sequences', type=_positive, default=8)
+  tokens = mismatch.add_mutually_exclusive_group()
+  tokens.add_argument('--text', default='', metavar='FILE')
+  tokens.add_argument('--trajectories', default='', metavar='FILES')
+  tokens.add_argument('--against', default='', metavar='FILE')
+  mismatch.add_argument('--positions', type=_positive, default=50_000)
+  mismatch.add_argument('--control', action='store_true')
+  mismatch.add_argument('--html', default='', metavar='FILE')
+  args, overrides = parser.parse_known_args(argv)
+  if args.control and args.against:
+    parser.error('--control: not allowed with --against')
+  return args, overrides
+
+
+def main(argv=None) -> int:
+  """Runs a check; returns 0, 1 if it does not hold, 2 on bad input."""
+  args, overrides = _parse(argv)
+  return reports.run(lambda: args.run(args, overrides), args.json)
+
+
+if __name__ == '__main__':
+  sys.exit(main())
