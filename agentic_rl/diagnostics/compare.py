@@ -7,8 +7,11 @@ ended in it. Means over seeds come with a two-sided 95 % interval of Student's t
 
   m ± t(n - 1, .975) · s / √n,
 
-which with three seeds is 4.3 standard errors wide. Differences to the first arm
-are paired by seed. Knows no JAX.
+which with three seeds is 4.3 standard errors on either side. Differences to the
+first arm are paired by seed. Every evaluation solves the same held-out tasks
+with the same random streams, so the last one is also compared task by task:
+that interval, of the normal distribution, holds for these seeds only. Knows no
+JAX.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import dataclasses
 import io
 import json
 import pathlib
+import statistics
 from typing import Any, Mapping, Sequence
 
 import numpy as np
 from scipy import special
 
 from agentic_rl import metrics as metrics_lib
+from agentic_rl.rollout import journal
 from configs import common
 
 AXES = {'tokens': 'rollout/sampled_tokens', 'iterations': None}
@@ -44,6 +49,7 @@ class Run:
     x: float64 [I], tokens or iterations at the end of each iteration.
     y: float64 [I], the metric; nan where an iteration lacks it.
     before: held-out share solved at the start; after: at the end.
+    solved: at the end, by task id.
     unequal_share: of the compared log-probs, in all iterations.
     max_abs_dlogp: largest difference of a log-prob, sampler against learner.
     flip_rate: share of routes that flipped, mean over iterations.
@@ -56,6 +62,7 @@ class Run:
   y: np.ndarray
   before: float
   after: float
+  solved: Mapping[str, bool]
   unequal_share: float
   max_abs_dlogp: float
   flip_rate: float
@@ -99,12 +106,50 @@ def read(workdir: str, metric: str, x: str = 'tokens') -> Run:
       y=of(metric),
       before=summary['heldout_solve_before'],
       after=summary['heldout_solve_after'],
+      solved=_solved(journal.path_of(folder, 'after', summary['iterations'])),
       unequal_share=float(
           np.nansum(of('mismatch/unequal_bits')) / max(1, np.nansum(compared))
       ),
       max_abs_dlogp=float(np.nanmax(of('mismatch/max_abs_dlogp'))),
       flip_rate=float(np.nanmean(of('router/flip_rate'))),
   )
+
+
+def _solved(path: pathlib.Path) -> dict[str, bool]:
+  """Returns what the sampled evaluation solved; the greedy one comes later."""
+  out: dict[str, bool] = {}
+  for trajectory in journal.read(path):
+    if not trajectory.failed:
+      out.setdefault(trajectory.task_id, bool(trajectory.info['solved']))
+  return out
+
+
+def by_task(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
+  """Compares runs on each held-out task that both have done.
+
+  Args:
+    pairs: a run of the first arm and one of another, of the same seed.
+
+  Returns:
+    mean, low and high of the difference of the share solved, with the 95 %
+    interval m ± 1.96 s / √n over n = `tasks` differences of -1, 0 or 1; how
+    many only the first solved, and how many only the other.
+  """
+  gaps = [
+      int(other.solved[task]) - int(first.solved[task])
+      for first, other in pairs
+      for task in first.solved.keys() & other.solved.keys()
+  ]
+  mean = statistics.fmean(gaps)
+  half = 1.96 * statistics.stdev(gaps) / len(gaps) ** 0.5
+  return {
+      'mean': mean,
+      'low': mean - half,
+      'high': mean + half,
+      'tasks': len(gaps),
+      'only_first': gaps.count(-1),
+      'only_other': gaps.count(1),
+  }
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:
@@ -158,8 +203,8 @@ def compare(
 
   Returns:
     JSON values: `arms` with the figures of each, `differences` to the first arm
-    in after, gain, mean (of the curve) and last (part of it), `differs` with
-    the fields of the config in which arms differ.
+    in before, after, gain, mean (of the curve), last (part of it) and `by_task`
+    (see there), `differs` with the fields of the config in which arms differ.
 
   Raises:
     ValueError: runs are missing, unfinished or can not be compared.
@@ -195,6 +240,9 @@ def compare(
         )
         for figure in FIGURES
     }
+    report['differences'][name]['by_task'] = by_task(
+        list(zip(runs[first], runs[name]))
+    )
   return report
 
 
@@ -282,7 +330,8 @@ def table(report: Mapping[str, Any]) -> str:
       f'{report["metric"]} over {report["end"]:,.0f} {report["x"]}, seeds'
       f' {report["seeds"]}',
       f'[95 % t interval over {n} seeds'
-      + (f', {special.stdtrit(n - 1, 0.975):.2f} standard errors]' * (n > 1)),
+      + f', ± {special.stdtrit(n - 1, 0.975):.2f} standard errors' * (n > 1)
+      + ']',
   ]
   for path, values in report['differs'].items():
     lines.append(f'{path}: ' + ', '.join(f'{a} {v}' for a, v in values.items()))
@@ -294,6 +343,13 @@ def table(report: Mapping[str, Any]) -> str:
     lines += ['', f'difference to {next(iter(report["arms"]))}, paired by seed']
   for name, figures in report['differences'].items():
     lines.append(_line(name, [_cell(figures[f]) for f in FIGURES]))
+  for name, figures in report['differences'].items():
+    tasks = figures['by_task']
+    lines.append(
+        f'{name:12s}held-out after, task by task: {_cell(tasks)};'
+        f' {tasks["tasks"]} pairs, {tasks["only_first"]} solved by the first'
+        f' only, {tasks["only_other"]} by this only'
+    )
   lines += ['', 'sampler against learner']
   for name, arm in report['arms'].items():
     lines.append(

@@ -5,13 +5,32 @@ import json
 import numpy as np
 import pytest
 
+from agentic_rl import types
 from agentic_rl.diagnostics import compare
+from agentic_rl.rollout import journal
 from configs import common
 from configs import swe
 from launch import compare as command
 
 T_2 = 4.302652729911275  # two degrees of freedom, .975
 T_1 = 12.706204736432095
+
+
+def trajectory(number, task, solved):
+  return types.Trajectory(
+      rollout_id=number,
+      task_id=task,
+      seed=0,
+      tokens=np.zeros(1, np.int32),
+      sampled=np.zeros(1, bool),
+      logp_behavior=np.zeros(1, np.float32),
+      routes=None,
+      weight_version=0,
+      turns=(),
+      status=types.Status.SUBMITTED,
+      reward=float(solved),
+      info={'solved': solved},
+  )
 
 
 def workdir(folder, seed, solved, tokens, ends, values=None, unequal=0):
@@ -37,6 +56,15 @@ def workdir(folder, seed, solved, tokens, ends, values=None, unequal=0):
   text = '\n'.join(map(json.dumps, rows)) + '\n'
   (folder / 'metrics.jsonl').write_text(text)
   summary = dict(zip(('heldout_solve_before', 'heldout_solve_after'), ends))
+  summary['iterations'] = len(solved)
+  # Ten tasks, the first solved, then greedily all of them again.
+  journal.write(
+      journal.path_of(folder, 'after', len(solved)),
+      [
+          trajectory(i, f't{i % 10}', i >= 10 or i < 10 * ends[1])
+          for i in range(20)
+      ],
+  )
   (folder / 'summary.json').write_text(json.dumps(summary))
   return str(folder)
 
@@ -106,6 +134,14 @@ def test_figures(arms):
   close(difference['gain'], 0.15, T_1 * 0.05)  # .1, .2
   close(difference['last'], 0.0, T_1 * 0.4)  # -.4, .4
   close(difference['mean'], 0.05, T_1 * 0.25)  # -.2, .3
+  # Seed 0: .5 and .5 of ten tasks; seed 1: .4 and .6, so two of 20 more.
+  # s² = (2 · .9² + 18 · .1²) / 19.
+  tasks = difference['by_task']
+  half = 1.96 * ((2 * 0.9**2 + 18 * 0.1**2) / 19 / 20) ** 0.5
+  close(tasks, 0.1, half)
+  assert (tasks['tasks'], tasks['only_first'], tasks['only_other']) == (
+      20, 0, 2,
+  )  # fmt: skip
   assert report['differs'] == {
       'policy.exact': {'exact': True, 'control': False}
   }
@@ -127,7 +163,7 @@ def test_the_command(arms, tmp_path, capsys):
   assert command.main([*words, *options]) == 0
   text = capsys.readouterr().out
   assert 'policy.exact: exact True, control False' in text
-  assert '95 % t interval over 2 seeds, 12.71 standard errors' in text
+  assert '95 % t interval over 2 seeds, ± 12.71 standard errors]' in text
   row = next(s for s in text.splitlines() if s.startswith('control'))
   assert '20.0 [-107.1, 147.1]' in row  # before: .1 and .3
   assert 'largest difference 1.5, flipped routes 15.000%' in text
