@@ -63,6 +63,9 @@ def get_config(arg=None):
       entropy=0.0,
       reference_kl=0.0,
       balance=0.0,
+      anchor='behavior',
+      correction=dict(name='none'),
+      routing_replay='none',
       on_mismatch='stop',
       optimizer=dict(name='adam', learning_rate=1e-4),
   )

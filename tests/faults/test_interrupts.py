@@ -53,6 +53,7 @@ def damage(step: pathlib.Path) -> None:
   largest.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_rough_life(tmp_path):
   base, _ = runs.base()
   workdir = tmp_path / 'run'

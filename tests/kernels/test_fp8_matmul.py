@@ -186,7 +186,7 @@ def mixture(dtype, impl):
         numerics=samples.EXACT[dtype],
         impl=impl,
     )
-    return grouped._slots(y, plan)
+    return grouped.slots(y, plan)
 
   return run
 

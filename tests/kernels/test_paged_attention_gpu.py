@@ -81,7 +81,7 @@ def in_rows(data, mode):
 @pytest.mark.parametrize(
     'mode',
     [
-        'block',
+        pytest.param('block', marks=pytest.mark.slow),
         pytest.param('full', marks=pytest.mark.slow),
         pytest.param('window', marks=pytest.mark.slow),
     ],
@@ -114,7 +114,7 @@ def test_bits(mode):
 @pytest.mark.parametrize(
     'mode',
     [
-        'block',
+        pytest.param('block', marks=pytest.mark.slow),
         pytest.param('full', marks=pytest.mark.slow),
         pytest.param('window', marks=pytest.mark.slow),
     ],

@@ -157,6 +157,7 @@ def test_straight_through():
   np.testing.assert_array_equal(to_source, [2, 3])
 
 
+@pytest.mark.slow
 def test_engine_and_learner_record_and_replay(weights):
   """Prefix hits carry weights; a stale sampler's forward is reproduced.
 
