@@ -157,8 +157,7 @@ def rows(workdir):
 def digests(workdir, step):
   """Returns a digest of every array of weights and optimizer state."""
   folder = workdir / 'checkpoints' / 'rl' / str(step) / 'meta'
-  (path,) = folder.iterdir()
-  return json.loads(path.read_text())['leaves']
+  return json.loads((folder / 'metadata').read_text())['leaves']
 
 
 @pytest.fixture(scope='module')

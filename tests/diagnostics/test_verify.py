@@ -163,7 +163,8 @@ def test_a_wrong_weight_is_seen(run_folder, logged, tmp_path):
   class Wrong(mismatch_run._Arm):
 
     def compare(self, *args):
-      self.weights = self.weights | {'final_norm': jax.numpy.asarray(norm)}
+      wrong = self.weights | {'final_norm': jax.numpy.asarray(norm)}
+      self.weights = self._spread = wrong
       return super().compare(*args)
 
   with pytest.MonkeyPatch.context() as patch:
