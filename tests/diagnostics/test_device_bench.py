@@ -244,6 +244,7 @@ def test_both_sides_do_the_same_work(op):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_of_it(tmp_path, monkeypatch):
   monkeypatch.setattr(device_bench, 'BUDGET_S', 3600)
   code, report = run(tmp_path)

@@ -198,6 +198,7 @@ HALF = 500_000  # positions of each precision
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_million_positions():
   """Half of each precision; one test, so that one process counts them all."""
   total = tokens = 0

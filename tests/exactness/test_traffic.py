@@ -175,7 +175,14 @@ def test_one_wrong_weight_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'fp8'])
+@pytest.mark.parametrize(
+    'precision',
+    [
+        'bfloat16',
+        pytest.param('float32', marks=pytest.mark.long),
+        pytest.param('fp8', marks=pytest.mark.long),
+    ],
+)
 def test_no_bit_differs_in_the_default_shape(precision):
   """Eight layers of width 128; two precisions compare 10^5 tokens."""
   cfg = config_lib.PolicyConfig(precision=precision)
