@@ -24,24 +24,26 @@ from typing import Any, Callable, Mapping
 import jax.numpy as jnp
 from jax import lax
 
+from agentic_rl.parallel import mesh
 
-def none(gap_R, drawn_R, sequence_R):
+
+def none(gap_R, drawn_R, sums):
   """w_t = 1.
 
   Args:
     gap_R: float32 [R], log ρ of each row, 0 where nothing was drawn.
     drawn_R: bool [R], whether the policy drew the token.
-    sequence_R: int32 [R], equal for the rows of one sequence, which are
-      neighbours.
+    sums: float32 [R] -> [R], in every row the sum over the rows of its
+      sequence.
 
   Returns:
     float32 [R] weights, and bool [R] whether a cap bound.
   """
-  del drawn_R, sequence_R
+  del drawn_R, sums
   return jnp.ones_like(gap_R), jnp.zeros(gap_R.shape, bool)
 
 
-def tis_token(gap_R, drawn_R, sequence_R, *, cap=2.0):
+def tis_token(gap_R, drawn_R, sums, *, cap=2.0):
   """w_t = min(ρ_t, C).
 
   It ignores that the tokens before t were drawn by the behaviour policy too, so
@@ -53,17 +55,17 @@ def tis_token(gap_R, drawn_R, sequence_R, *, cap=2.0):
   Args:
     gap_R: see `none`.
     drawn_R: see `none`.
-    sequence_R: see `none`.
+    sums: see `none`.
     cap: C.
 
   Returns:
     See `none`.
   """
-  del drawn_R, sequence_R
+  del drawn_R, sums
   return _truncated(gap_R, cap)
 
 
-def tis_sequence(gap_R, drawn_R, sequence_R, *, cap=2.0):
+def tis_sequence(gap_R, drawn_R, sums, *, cap=2.0):
   """w_t = min(Π_s ρ_s, C), the product over the drawn tokens of the sequence.
 
   Without a bias where the cap does not bind; the variance of the product grows
@@ -74,17 +76,17 @@ def tis_sequence(gap_R, drawn_R, sequence_R, *, cap=2.0):
   Args:
     gap_R: see `none`.
     drawn_R: see `none`.
-    sequence_R: see `none`.
+    sums: see `none`.
     cap: C.
 
   Returns:
     See `none`.
   """
   del drawn_R
-  return _truncated(sequence_sums(gap_R, sequence_R), cap)
+  return _truncated(sums(gap_R), cap)
 
 
-def mask_token(gap_R, drawn_R, sequence_R, *, low=0.5, high=2.0):
+def mask_token(gap_R, drawn_R, sums, *, low=0.5, high=2.0):
   """w_t = ρ_t if low <= ρ_t <= high, else 0.
 
   Source: IcePop, arXiv:2510.18855, M(k) = k for k in [α, β], else 0.
@@ -92,18 +94,18 @@ def mask_token(gap_R, drawn_R, sequence_R, *, low=0.5, high=2.0):
   Args:
     gap_R: see `none`.
     drawn_R: see `none`.
-    sequence_R: see `none`.
+    sums: see `none`.
     low: smallest ratio that counts.
     high: largest ratio that counts.
 
   Returns:
     See `none`.
   """
-  del drawn_R, sequence_R
+  del drawn_R, sums
   return _masked(gap_R, low, high)
 
 
-def mask_sequence(gap_R, drawn_R, sequence_R, *, low=0.5, high=2.0):
+def mask_sequence(gap_R, drawn_R, sums, *, low=0.5, high=2.0):
   """w_t = r if low <= r <= high, else 0; r = Π_s ρ_s.
 
   Source: masked importance sampling of sequences, Liu et al. 2025, 'When speed
@@ -113,7 +115,7 @@ def mask_sequence(gap_R, drawn_R, sequence_R, *, low=0.5, high=2.0):
   Args:
     gap_R: see `none`.
     drawn_R: see `none`.
-    sequence_R: see `none`.
+    sums: see `none`.
     low: smallest ratio that counts.
     high: largest ratio that counts.
 
@@ -121,10 +123,10 @@ def mask_sequence(gap_R, drawn_R, sequence_R, *, low=0.5, high=2.0):
     See `none`.
   """
   del drawn_R
-  return _masked(sequence_sums(gap_R, sequence_R), low, high)
+  return _masked(sums(gap_R), low, high)
 
 
-def mask_geometric(gap_R, drawn_R, sequence_R, *, low=0.9, high=1.1):
+def mask_geometric(gap_R, drawn_R, sums, *, low=0.9, high=1.1):
   """w_t = r if low <= r <= high, else 0; r = (Π_s ρ_s)^(1/n), n drawn tokens.
 
   Long and short sequences are held to the same bounds. The weight is no
@@ -134,15 +136,15 @@ def mask_geometric(gap_R, drawn_R, sequence_R, *, low=0.9, high=1.1):
   Args:
     gap_R: see `none`.
     drawn_R: see `none`.
-    sequence_R: see `none`.
+    sums: see `none`.
     low: smallest ratio that counts.
     high: largest ratio that counts.
 
   Returns:
     See `none`.
   """
-  count = sequence_sums(drawn_R.astype(gap_R.dtype), sequence_R)
-  mean = sequence_sums(gap_R, sequence_R) / jnp.maximum(count, 1)
+  count = sums(drawn_R.astype(gap_R.dtype))
+  mean = sums(gap_R) / jnp.maximum(count, 1)
   return _masked(mean, low, high)
 
 
@@ -154,8 +156,6 @@ CORRECTIONS: Mapping[str, Callable] = {
     'mask_sequence': mask_sequence,
     'mask_geometric': mask_geometric,
 }
-# Those that look at whole sequences.
-OF_SEQUENCES = ('tis_sequence', 'mask_sequence', 'mask_geometric')
 ANCHORS = ('behavior', 'learner')
 # Names of what `stats` counts.
 COUNTS = ('corrected', 'weight', 'weight_squared', 'truncated', 'masked')
@@ -202,7 +202,7 @@ def check(name: str, options: Mapping[str, Any], anchor: str) -> None:
     )
 
 
-def weigh(name, options, logp, recorded, drawn, sequence):
+def weigh(name, options, logp, recorded, drawn, sums):
   """Returns the weights of a correction and whether its cap bound.
 
   Args:
@@ -212,10 +212,10 @@ def weigh(name, options, logp, recorded, drawn, sequence):
     recorded: float32 [R], of the behaviour policy.
     drawn: bool [R], whether the policy drew the token; others weigh as if their
       ratio were 1.
-    sequence: int32 [R], see `none`.
+    sums: see `none`.
   """
   gap = jnp.where(drawn, lax.stop_gradient(logp) - recorded, 0.0)
-  return CORRECTIONS[name](gap, drawn, sequence, **options)
+  return CORRECTIONS[name](gap, drawn, sums, **options)
 
 
 def stats(weights, truncated, counted) -> dict[str, Any]:
@@ -251,14 +251,18 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
   }
 
 
-def sequence_sums(x_R, sequence_R):
+def sequence_sums(x_R, sequence_R, count=0, parallel=mesh.SINGLE):
   """Returns, in every row, the sum over the rows of its sequence.
 
-  A scan over neighbours, in one order whatever the device: no scatter.
+  A scan over neighbours, in one order whatever the device: no scatter. Where
+  the mesh cuts sequences, the parts' sums are added across its context axis.
 
   Args:
     x_R: float32 [R].
     sequence_R: int32 [R], equal numbers are neighbours.
+    count: on such a mesh, above every number of a sequence; a row with a larger
+      one gets 0.
+    parallel: the mesh.
 
   Returns:
     float32 [R], the same bits in all rows of a sequence.
@@ -274,7 +278,13 @@ def sequence_sums(x_R, sequence_R):
   last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
   place = jnp.where(last, jnp.arange(len(x_R)), len(x_R))
   end = lax.cummin(place, reverse=True)  # the next row that ends a sequence
-  return total[end]
+  own = total[end]
+  if parallel.size('context') == 1:
+    return own
+  # All rows of a sequence write the same number.
+  table = jnp.zeros(count, x_R.dtype).at[sequence_R].set(own, mode='drop')
+  table = parallel.sum(table, 'context')
+  return table.at[sequence_R].get(mode='fill', fill_value=0)
 
 
 def _truncated(gap, cap):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from concurrent import futures
 from typing import Any, Mapping, NamedTuple
 
@@ -23,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from agentic_rl import types
 from agentic_rl.learner import corrections
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import losses
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
@@ -149,13 +149,8 @@ class Learner:
           f'row_tokens={row_tokens}: a multiple of page={cfg.page} times the'
           f" mesh's context={parts} is needed"
       )
-    if parts > 1 and loss.correction in corrections.OF_SEQUENCES:
-      raise ValueError(
-          f'correction {loss.correction!r} with context={parts}: sequences are'
-          ' cut there; allowed are those of single tokens'
-      )
     if parallel.mesh is not None:
-      rows = _mesh_rows(rows, row_tokens // parts, parallel)
+      rows = inputs_lib.mesh_rows(rows, row_tokens, parallel)
     if row_tokens * rows % nx.ROW_TILE:
       raise ValueError(
           f'rows={rows} of row_tokens={row_tokens}: a microbatch must be whole'
@@ -274,7 +269,7 @@ class Learner:
     def chain(own) -> Sums:
       sums = self._zeros(weights)
       for part in own:
-        inputs = _inputs(part, self.parallel)
+        inputs = inputs_lib.flatten(part, self.parallel)
         sums = self._accumulate(weights, reference, sums, inputs, scale)
       return jax.block_until_ready(sums)
 
@@ -331,85 +326,6 @@ class Sums(NamedTuple):
     return cls(jax.tree.map(jnp.zeros_like, weights), scalars, load)
 
 
-def _mesh_rows(rows: int, part_tokens: int, parallel: mesh.Parallel) -> int:
-  """Returns the next number of rows that gives devices whole row tiles."""
-  shards = parallel.size(*mesh.ROW_AXES)
-  tile = nx.ROW_TILE // math.gcd(part_tokens, nx.ROW_TILE)
-  return -(-rows // (shards * tile)) * shards * tile
-
-
-def _inputs(
-    batch: types.Batch, parallel: mesh.Parallel = mesh.SINGLE
-) -> dict[str, np.ndarray]:
-  """Flattens a microbatch and lists the places that need a log-prob.
-
-  On a mesh every device has its own rows, and its own part of them; its inputs
-  are an entry of a first axis.
-  """
-  shards, parts = parallel.size(*mesh.ROW_AXES), parallel.size('context')
-  blocks = [
-      _block(batch, (i, shards), (j, parts))
-      for i in range(shards)
-      for j in range(parts)
-  ]
-  size = blocks[0]['tokens'].size
-  longest = max(len(b['rows']) for b in blocks)
-  # Two sizes only, so that two programs serve every batch.
-  half = -(-size // 2 // nx.ROW_TILE) * nx.ROW_TILE
-  room = half if longest <= half else size
-  for block in blocks:
-    found = len(block['rows'])
-    last = block['sequence'].max(initial=-1) + 1  # rows without a token
-    for name, rest in (('rows', size), ('sequence', last)):
-      whole = np.full(room, rest, np.int32)
-      whole[:found] = block[name]
-      block[name] = whole
-  if parallel.mesh is None:
-    return blocks[0]
-  return {k: np.stack([b[k] for b in blocks]) for k in blocks[0]}
-
-
-def _block(
-    batch: types.Batch, row: tuple[int, int], part: tuple[int, int]
-) -> dict[str, np.ndarray]:
-  """Returns the inputs of block `row` (i of n) and part (j of m) of the rows."""
-  count, length = (
-      size // n for size, (_, n) in zip(batch.tokens_BT.shape, (row, part))
-  )
-  mine = slice(row[0] * count, (row[0] + 1) * count)
-  span = slice(part[0] * length, (part[0] + 1) * length)
-  fields = {
-      'tokens': batch.tokens_BT,
-      'targets': batch.targets_BT,
-      'weights': batch.weights_BT,
-      'advantages': batch.advantages_BT,
-      'logp_behavior': batch.logp_behavior_BT,
-      'sampled': batch.sampled_BT,
-      'real': batch.segments_BT >= 0,
-      'routes': batch.routes_BTLk,
-      'support': batch.support_BTk,
-  }
-  out = {}
-  for name, value in fields.items():
-    if value is not None:
-      own = value[mine, span]
-      out[name] = np.ascontiguousarray(own.reshape(-1, *own.shape[2:]))
-  if 'routes' in out:
-    out |= routing.split(out['routes'])
-  out['positions_BT'] = batch.positions_BT[mine]
-  places = np.flatnonzero((out['weights'] > 0) | out['sampled'])
-  out['rows'] = places
-  out['sequence'] = _sequences(batch.segments_BT[mine, span], places)
-  return out
-
-
-def _sequences(segments_BT, places):
-  """Numbers the sequences of the places, int32."""
-  row, segment = places // segments_BT.shape[1], segments_BT.reshape(-1)[places]
-  new = (np.diff(row) != 0) | (np.diff(segment) != 0)
-  return np.concatenate([[0], np.cumsum(new)])[: len(places)].astype(np.int32)
-
-
 def _logprobs(
     weights, hidden, targets, cfg, temperature, parallel, support=None
 ):
@@ -436,7 +352,7 @@ def policy_logprobs(
 
   Args:
     weights: of the policy.
-    batch: a dict from `_inputs`; only tokens, targets, positions and rows, and
+    batch: a dict from `inputs.flatten`; only tokens, targets, positions and rows, and
       the support where it was recorded.
     cfg: shape of the policy.
     temperature: of the log-probs.
@@ -528,8 +444,14 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
   rows = batch['rows']
   take = lambda name: batch[name].at[rows].get(mode='fill', fill_value=0)
   w, recorded, drawn = take('weights'), take('logp_behavior'), take('sampled')
+  sums = functools.partial(
+      corrections.sequence_sums,
+      sequence_R=batch['sequence'],
+      count=batch['tokens'].size * parallel.size('context'),
+      parallel=parallel,
+  )
   per_token, clipped, counts = token_loss(
-      loss, logp, recorded, take('advantages'), w, drawn, batch['sequence']
+      loss, logp, recorded, take('advantages'), w, drawn, sums
   )
   kl = jnp.zeros_like(logp)
   if reference_logp is not None:
@@ -551,7 +473,7 @@ def _objective(weights, batch, reference_logp, scale, cfg, loss, parallel):
   return value, (stats, _load(routes, batch['real'], cfg))
 
 
-def token_loss(loss, logp, recorded, advantages, weights, drawn, sequence):
+def token_loss(loss, logp, recorded, advantages, weights, drawn, sums):
   """The loss of each token, corrected where another policy drew it.
 
   Args:
@@ -561,7 +483,8 @@ def token_loss(loss, logp, recorded, advantages, weights, drawn, sequence):
     advantages: float32 [R].
     weights: float32 [R], loss weight of the token.
     drawn: bool [R], whether a policy drew it.
-    sequence: int32 [R], number of its sequence; equal ones are neighbours.
+    sums: [R] -> [R], in every row the sum over the rows of its sequence, see
+      `corrections.sequence_sums`.
 
   Returns:
     float32 [R] loss, float32 [R] 1 where it was clipped, and sums of what the
@@ -574,7 +497,7 @@ def token_loss(loss, logp, recorded, advantages, weights, drawn, sequence):
     return per_token, clipped, dict.fromkeys(corrections.COUNTS, jnp.zeros(()))
   options = dict(loss.correction_options)
   factor, truncated = corrections.weigh(
-      loss.correction, options, logp, recorded, drawn, sequence
+      loss.correction, options, logp, recorded, drawn, sums
   )
   counts = corrections.stats(factor, truncated, drawn & (weights > 0))
   return factor * per_token, clipped, counts

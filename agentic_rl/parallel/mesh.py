@@ -189,9 +189,9 @@ class Parallel:
 
     return jax.tree.map(leaf, logical, grads, is_leaf=_is_axes)
 
-  def sum(self, x):
-    """Adds up a tree of counts over all devices."""
-    return x if self.mesh is None else lax.psum(x, AXES)
+  def sum(self, x, *names: str):
+    """Adds up a tree over the devices along these axes, over all if none."""
+    return x if self.mesh is None else lax.psum(x, names or AXES)
 
   def max(self, x):
     """Takes the maximum of a tree over all devices."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from agentic_rl import numerics
 from agentic_rl.diagnostics import traffic
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -52,7 +53,7 @@ def check_forward(cfg, packing, temperature=1.0):
   def check(weights, examples):
     compared = unequal = flips = 0
     for part in pack_lib.microbatches(one.pack(examples), one.rows):
-      inputs = update._inputs(part)
+      inputs = inputs_lib.flatten(part)
       logp, _, routes = program(weights, inputs)
       places = inputs['rows'][inputs['rows'] < inputs['tokens'].size]
       recorded = inputs['logp_behavior'][places]

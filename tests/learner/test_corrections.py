@@ -9,16 +9,27 @@ import numpy as np
 import pytest
 
 from agentic_rl.learner import corrections
+from agentic_rl.learner import inputs as inputs_lib
+from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
+from agentic_rl.parallel import mesh
+from agentic_rl.policy import model
 from configs import common
 from configs import swe
+from tests.rollout import samples
 
 LOG2 = np.log(2)
 # Two sequences: ratios 2, 1/2, 3 and 1/2, 1/4; one token was not drawn.
 RATIOS = [2.0, 0.5, 1.0, 3.0, 0.5, 0.25]
 DRAWN = [True, True, False, True, True, True]
 SEQUENCE = [0, 0, 0, 0, 1, 1]
+
+
+def sums_of(sequence):
+  return functools.partial(
+      corrections.sequence_sums, sequence_R=jnp.asarray(sequence)
+  )
 
 
 def weigh(name, **options):
@@ -28,7 +39,7 @@ def weigh(name, **options):
       jnp.asarray(np.log(RATIOS) - 5, jnp.float32),
       jnp.where(jnp.asarray(DRAWN), -5.0, 77.0),  # 77: what was never drawn
       jnp.asarray(DRAWN),
-      jnp.asarray(SEQUENCE),
+      sums_of(SEQUENCE),
   )
   return np.asarray(weights), np.asarray(capped).tolist()
 
@@ -69,7 +80,7 @@ def test_every_correction_is_tested():
 
 def test_extreme_ratios_stay_finite():
   gap = jnp.asarray([300.0, -300.0, 0.0])
-  drawn, own = jnp.ones(3, bool), jnp.arange(3)
+  drawn, own = jnp.ones(3, bool), sums_of([0, 1, 2])
   for name, fun in corrections.CORRECTIONS.items():
     weights, _ = fun(gap, drawn, own)
     assert np.isfinite(weights).all(), name
@@ -133,7 +144,7 @@ def gradient(loss, logp, recorded, sequence):
 
   def value(logp):
     per_token, _, counts = update.token_loss(
-        loss, logp, recorded, advantages, weights, drawn, sequence
+        loss, logp, recorded, advantages, weights, drawn, sums_of(sequence)
     )
     return (weights * per_token).sum(), counts
 
@@ -170,7 +181,7 @@ def test_anchors_and_weights_in_the_gradient():
   def slope(**loss):
     loss = update.LossConfig(**loss)
     fun = lambda x: update.token_loss(
-        loss, x, recorded, advantages, ones, drawn, np.zeros(3, np.int32)
+        loss, x, recorded, advantages, ones, drawn, sums_of([0] * 3)
     )[0].sum()
     return np.asarray(jax.grad(fun)(jnp.asarray(logp)))
 
@@ -259,7 +270,7 @@ def test_sequences_of_packed_rows():
   batch = pack_lib.pack(
       [example(n) for n in lengths], row_tokens=64, page=8, rows=2
   )
-  inputs = update._inputs(batch)
+  inputs = inputs_lib.flatten(batch)
   used = inputs['rows'] < inputs['tokens'].size
   at = np.unravel_index(inputs['rows'][used], batch.tokens_BT.shape)
   numbers = inputs['sequence'][used]
@@ -270,5 +281,96 @@ def test_sequences_of_packed_rows():
   assert not set(inputs['sequence'][~used]) & set(numbers)
   # A batch that repeats its numbers in every row, as the row's own would.
   batch.segments_BT[batch.segments_BT >= 0] = 0
-  again = update._inputs(batch)['sequence']
+  again = inputs_lib.flatten(batch)['sequence']
   assert len(set(again[used])) >= 2
+
+
+def packed(lengths, rows):
+  rng = np.random.default_rng(2)
+
+  def example(length):
+    sampled = rng.random(length) < 0.6
+    zeros = np.zeros(length, np.float32)
+    return pack_lib.Example(
+        np.arange(length, dtype=np.int32), sampled.astype(np.float32), zeros,
+        -rng.random(length).astype(np.float32), sampled,
+    )  # fmt: skip
+
+  return pack_lib.pack(
+      [example(n) for n in lengths], row_tokens=64, page=8, rows=rows
+  )
+
+
+@pytest.mark.parametrize('text', ['context=4', 'data=2,context=2', 'context=8'])
+def test_sequences_that_a_mesh_cuts(text):
+  """Each token's sum is that of its whole sequence, over all parts of its row."""
+  batch = packed((50, 30, 17, 64, 8, 40, 5, 61), 8)
+  parallel = mesh.make(text)
+
+  def own(inputs):
+    inputs = {k: v[0] for k, v in inputs.items()}
+    take = lambda x: x.at[inputs['rows']].get(mode='fill', fill_value=0)
+    found = corrections.sequence_sums(
+        take(inputs['logp_behavior']) * take(inputs['sampled']),
+        inputs['sequence'],
+        inputs['tokens'].size * parallel.size('context'),
+        parallel,
+    )
+    whole = jnp.zeros(inputs['tokens'].size)
+    return whole.at[inputs['rows']].set(found, mode='drop')[None]
+
+  spec = jax.sharding.PartitionSpec(mesh.AXES)
+  inputs = inputs_lib.flatten(batch, parallel)
+  found = jax.jit(parallel.map(own, (spec,), spec))(inputs)
+  shards, parts = parallel.size(*mesh.ROW_AXES), parallel.size('context')
+  found = np.asarray(found).reshape(shards, parts, 8 // shards, -1)
+  found = found.swapaxes(1, 2).reshape(8, 64)
+  assert batch.sampled_BT.sum() > 100
+  for row in range(8):
+    for segment in set(batch.segments_BT[row]) - {-1}:
+      mine = (batch.segments_BT[row] == segment) & batch.sampled_BT[row]
+      total = batch.logp_behavior_BT[row][mine].sum()
+      np.testing.assert_allclose(found[row][mine], total, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['tis_sequence', 'mask_geometric'])
+def test_a_stale_policy_on_a_mesh_that_cuts_sequences(name):
+  """The same step as on one device, but for the order of sums."""
+  cfg = samples.config(layers=2)
+  rng = np.random.default_rng(4)
+  examples = []
+  for length in (50, 30, 17, 64, 8, 40):
+    sampled = np.arange(length) % 3 > 0
+    examples.append(
+        pack_lib.Example(
+            rng.integers(0, cfg.vocab, length).astype(np.int32),
+            sampled.astype(np.float32),
+            rng.normal(size=length).astype(np.float32),
+            # Near the uniform policy's, so that no ratio is far from 1.
+            np.float32(rng.normal(-np.log(cfg.vocab), 0.1, length)),
+            sampled,
+        )
+    )
+
+  def step(parallel):
+    learner = update.Learner(
+        cfg,
+        update.LossConfig(anchor='learner', correction=name),
+        optimizer_lib.make('adam', learning_rate=1e-3, steps=9),
+        rows=4,
+        row_tokens=64,
+        parallel=parallel,
+    )
+    weights = jax.tree.map(lambda a: 0.1 * a, samples.weights(cfg))
+    if parallel.mesh is not None:
+      logical = model.logical_axes(cfg)
+      weights = jax.device_put(weights, parallel.shardings(logical))
+    batch = learner.pack(examples)
+    return learner.update(weights, learner.init(weights), batch)[2]
+
+  one, cut = step(mesh.SINGLE), step(mesh.make('context=4'))
+  changed = {k: v for k, v in one.items() if k.startswith('correction/')}
+  assert 0 < changed['correction/ess'] < 1
+  for field in (*changed, 'loss', 'grad_norm'):
+    np.testing.assert_allclose(cut[field], one[field], rtol=1e-4)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from agentic_rl.learner import corrections
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -57,7 +58,10 @@ def update_of(theta, theta_behavior, weights, **loss):
         flat(REWARD),
         flat(weights),
         jnp.ones(rows, bool),
-        jnp.repeat(jnp.arange(COUNT), LENGTH),
+        functools.partial(
+            corrections.sequence_sums,
+            sequence_R=jnp.repeat(jnp.arange(COUNT), LENGTH),
+        ),
     )
     return (flat(weights) * per_token).sum()
 
@@ -221,7 +225,7 @@ def test_a_stale_sampler_and_the_learner():
 
   def logps(weights):
     batch = pack(np.zeros((64, 2)), np.ones(64))
-    inputs = update._inputs(batch)
+    inputs = inputs_lib.flatten(batch)
     found = np.asarray(program(weights, inputs))[:128].reshape(64, 2)
     at = np.unravel_index(inputs['rows'][:128:2], batch.tokens_BT.shape)
     out = np.empty((64, 2), np.float32)
@@ -238,7 +242,7 @@ def test_a_stale_sampler_and_the_learner():
     )
     sums = one._accumulate(
         policy, None, update.Sums.zeros(CFG, policy),
-        update._inputs(pack(recorded, weights)), np.float32(1),
+        inputs_lib.flatten(pack(recorded, weights)), np.float32(1),
     )  # fmt: skip
     flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(sums.grads)])
     return flat, corrections.metrics(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -71,7 +72,7 @@ def gradient(one, weights, batch, reference=None):
   scale = np.float32(1 / batch.weights_BT.sum())
   for part in pack_lib.microbatches(batch, one.rows):
     sums = one._accumulate(
-        weights, reference, sums, update._inputs(part), scale
+        weights, reference, sums, inputs_lib.flatten(part), scale
     )
   return sums
 
@@ -88,7 +89,7 @@ def logprobs(weights, batch, rows, cfg=CFG):
   """Returns {(sequence, position of the target): log-prob} of drawn tokens."""
   out = {}
   for part in pack_lib.microbatches(batch, rows):
-    inputs = update._inputs(part)
+    inputs = inputs_lib.flatten(part)
     logp = np.asarray(_logprob_program(cfg)(weights, inputs)[0])
     places = inputs['rows'][inputs['rows'] < inputs['tokens'].size]
     for place, value in zip(places, logp):
@@ -280,7 +281,7 @@ def test_memory_grows_with_the_tokens_that_need_a_log_prob(trained):
       )
       for _ in range(32)
   ]
-  inputs = update._inputs(one.pack(texts))
+  inputs = inputs_lib.flatten(one.pack(texts))
   half = trained < 0.5
   assert inputs['rows'].size == (count // 2 if half else count)
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
@@ -294,7 +295,7 @@ def test_one_wrong_bit_and_one_wrong_route_are_counted(weights):
   one = learner()
   examples = on_policy(weights)
   found = _logprob_program(CFG)(
-      weights, update._inputs(one.pack(examples[:1] * 2))
+      weights, inputs_lib.flatten(one.pack(examples[:1] * 2))
   )
   routes = np.asarray(found[2])[:, :64].transpose(1, 0, 2).astype(np.int16)
   first = examples[0]
@@ -364,7 +365,7 @@ def test_balance_moves_against_the_load(weights):
 
 def test_nothing_but_padding_gives_no_nan(weights):
   one = learner()
-  inputs = update._inputs(one.pack([]))
+  inputs = inputs_lib.flatten(one.pack([]))
   sums = update.Sums.zeros(CFG, weights)
   sums = one._accumulate(weights, None, sums, inputs, np.float32(1))
   for leaf in jax.tree.leaves(sums):

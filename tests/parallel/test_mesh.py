@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from agentic_rl import numerics
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -177,7 +178,7 @@ def test_the_forward_sums_nothing_across_devices():
       row_tokens=64,
       parallel=parallel,
   )
-  batch = update._inputs(learner.pack([_example(cfg)]), parallel)
+  batch = inputs_lib.flatten(learner.pack([_example(cfg)]), parallel)
 
   def logprobs(w, b):
     b = jax.tree.map(lambda a: a[0], b)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from agentic_rl import numerics
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import optimizer as optimizer_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
@@ -63,7 +64,7 @@ def test_a_learner_of_a_mesh_compiles(text):
     )
     tokens = np.arange(1000, dtype=np.int32)
     example = pack_lib.from_text(tokens, np.ones(1000, np.float32))
-    inputs = update._inputs(learner.pack([example] * 4), parallel)
+    inputs = inputs_lib.flatten(learner.pack([example] * 4), parallel)
     weights = shapes_on(parallel)
     sums = jax.eval_shape(lambda w: update.Sums.zeros(POLICY, w), weights)
     program = learner._accumulate.lower(

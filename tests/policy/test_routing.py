@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import pack as pack_lib
 from agentic_rl.learner import update
 from agentic_rl.policy import forward as forward_lib
@@ -200,7 +201,7 @@ def test_engine_and_learner_record_and_replay(weights):
   def unequal(w, mode):
     wrong = flips = 0
     for part in pack_lib.microbatches(batch, 1):
-      inputs = update._inputs(part)
+      inputs = inputs_lib.flatten(part)
       logp, _, routes = logps(mode)(w, inputs)
       places = inputs['rows'][inputs['rows'] < 64]
       recorded = inputs['logp_behavior'][places]
@@ -264,7 +265,7 @@ def test_packing_keeps_unknown_routes_unknown():
       [example(known), example(None)], row_tokens=64, page=8, rows=1
   )
   (part,) = pack_lib.microbatches(batch, 2)
-  found = update._inputs(part)
+  found = inputs_lib.flatten(part)
   assert found['routes'].shape == (128, 2, 3)
   assert (found['routes'][:7] == 1).all() and (found['routes'][7:] == -1).all()
   assert (found['route_weights'][:7] == 1).all()
