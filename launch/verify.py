@@ -5,6 +5,10 @@
       [--positions=50000] [--control] [--against=logs.jsonl]
       [--json=FILE] [--html=FILE] [--config.FIELD=VALUE ...]
 
+  python launch/verify.py exactness [--config=configs/swe.py] [--fresh]
+      [--workdir=RUN | --checkpoint=DIR] [--positions=10000]
+      [--meshes MESH MESH …] [--json=FILE] [--config.FIELD=VALUE ...]
+
   python launch/verify.py precision [--config=configs/swe.py] [--fresh]
       [--workdir=RUN | --checkpoint=DIR] [--a=bfloat16] [--b=fp8]
       [--context=4096] [--sequences=8] [--json=FILE]
@@ -36,6 +40,14 @@ how each is computed. `--html` writes a page with plots that needs no other
 file. The exit code is 0 if the verdict is 'exact'; where that is not to be had
 (`policy.exact=False`, `--against`) if it is not 'accumulating'; else 1, and 2
 on bad input.
+
+`exactness` fills the exactness matrix of a policy: random traffic is sampled
+once, and then again by engines of other sizes, steps and pages, from known
+prefixes, by the learner in rows, microbatches and programs of several kinds,
+and by both on other meshes (`--meshes` with no value: none; on a CPU the host
+is shown as so many devices). `agentic_rl/diagnostics/policy_matrix.py` lists
+the arms. The exit code is 1 if a token, a bit of a log-prob or an expert
+differs.
 
 `precision` compares two precisions of a policy over the same tokens of long
 rollouts, which the first of them draws; `agentic_rl/diagnostics/precision.py`
@@ -95,6 +107,29 @@ def _mismatch(args, overrides):
   return report, mismatch_report.table(report), holds
 
 
+def _exactness(args, overrides):
+  from agentic_rl.diagnostics import policy_matrix  # JAX loads only now
+  from agentic_rl.rollout import engine
+
+  usual = args.meshes is None
+  meshes = list(policy_matrix.MESHES) if usual else args.meshes
+  policy = _policy(args, overrides, meshes)
+  reports.note(f'policy: {policy.origin}')
+  own = policy.config.get('mesh', '')
+  if usual:
+    meshes = policy_matrix.fitting(policy.cfg, meshes)
+  report = policy_matrix.measure(
+      policy.cfg,
+      policy.weights,
+      sampling=engine.Sampling(**dict(policy.config.sampling.items())),
+      positions=args.positions,
+      meshes=list(dict.fromkeys([*meshes, *filter(None, [own])])),
+      seed=policy.config.seed,
+      note=reports.note,
+  )
+  return report, policy_matrix.table(report), report['exact']
+
+
 def _precision(args, overrides):
   from agentic_rl import setup_run  # JAX loads only now
   from agentic_rl.diagnostics import precision
@@ -116,8 +151,8 @@ def _precision(args, overrides):
   return report, precision.table(report), report['holds']
 
 
-def _policy(args, overrides):
-  """Loads the policy that the flags name."""
+def _policy(args, overrides, meshes=()):
+  """Loads the policy that the flags name; all meshes find their devices."""
   from agentic_rl import setup_run
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.parallel import mesh
@@ -130,7 +165,7 @@ def _policy(args, overrides):
   if run:
     path = pathlib.Path(run) / setup_run.RESOLVED
     config = common.override_words(common.load_resolved(path), overrides)
-  mesh.host_devices(config.get('mesh', ''))
+  mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
   return mismatch_run.load(
       config, workdir=args.workdir, checkpoint=args.checkpoint
@@ -153,13 +188,17 @@ def _parse(argv):
   mismatch.set_defaults(run=_mismatch)
   precision = commands.add_parser('precision', allow_abbrev=False)
   precision.set_defaults(run=_precision, control=False)
-  for command in (mismatch, precision):
+  exactness = commands.add_parser('exactness', allow_abbrev=False)
+  exactness.set_defaults(run=_exactness, control=False)
+  for command in (mismatch, exactness, precision):
     command.add_argument('--config', default='configs/swe.py')
     policy = command.add_mutually_exclusive_group()
     policy.add_argument('--workdir', default='', metavar='RUN')
     policy.add_argument('--checkpoint', default='', metavar='DIR')
     policy.add_argument('--fresh', action='store_true')
     reports.add_flag(command)
+  exactness.add_argument('--positions', type=_positive, default=10_000)
+  exactness.add_argument('--meshes', nargs='*', metavar='MESH')
   precision.add_argument('--a', default='bfloat16', metavar='PRECISION')
   precision.add_argument('--b', default='fp8', metavar='PRECISION')
   precision.add_argument('--context', type=_positive, default=4096)

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from agentic_rl import numerics as bits
+from agentic_rl.diagnostics import policy_matrix
 from agentic_rl.diagnostics import streams
 from agentic_rl.diagnostics import traffic
-from agentic_rl.learner import optimizer as optimizer_lib
-from agentic_rl.learner import update
 from agentic_rl.policy import model
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import engine as engine_lib
@@ -274,7 +273,7 @@ def _policy_job(sizes: Sizes, impl: str, dtype: str, exact: bool) -> Job:
 
 
 def _traffic(cfg: PolicyConfig, sizes: Sizes) -> dict[str, int]:
-  """Plays traffic, takes an update on it and counts what differs."""
+  """Plays traffic, takes the gradient on it and counts what differs."""
   weights = model.init(cfg, 0)
   engine = engine_lib.Engine(
       cfg,
@@ -286,19 +285,12 @@ def _traffic(cfg: PolicyConfig, sizes: Sizes) -> dict[str, int]:
   engine.load_params(weights, 0)
   scripts = traffic.draw_scripts(cfg, sizes.scripts)
   examples = traffic.examples(scripts, traffic.play(engine, scripts))
-  learner = update.Learner(
-      cfg,
-      update.LossConfig(),
-      optimizer_lib.make('adam', learning_rate=1e-3, steps=9),
-      rows=sizes.learner,
-      row_tokens=cfg.max_context,
-  )
-  batch = learner.pack(examples)
-  _, _, stats = learner.update(weights, learner.init(weights), batch)
+  learner = policy_matrix.make_learner(cfg, sizes.learner, cfg.max_context)
+  found = policy_matrix.by_gradient(learner, weights, examples)
   return dict(
-      compared=int(stats['mismatch/compared']),
-      unequal=int(stats['mismatch/unequal_bits']),
-      flips=int(stats['router/flips']),
+      compared=found.positions,
+      unequal=found.unequal_bits,
+      flips=found.route_flips,
   )
 
 

@@ -25,10 +25,10 @@ from agentic_rl import setup_run
 from agentic_rl import types
 from agentic_rl.diagnostics import mismatch
 from agentic_rl.diagnostics import mismatch_tokens as tokens_lib
+from agentic_rl.diagnostics import policy_matrix
 from agentic_rl.diagnostics import traffic
-from agentic_rl.learner import optimizer as optimizer_lib
+from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import pack as pack_lib
-from agentic_rl.learner import update
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import config as policy_config
 from agentic_rl.policy import forward as forward_lib
@@ -198,11 +198,11 @@ class _Arm:
         sampling=sampling,
         likeliest=self.likeliest,
     )
-    self.learner = _learner(
+    self.learner = policy_matrix.make_learner(
         self.cfg,
-        sampling.temperature,
         config.learner.rows,
         config.learner.row_tokens,
+        sampling.temperature,
         self.parallel,
     )
     self._score = _score_program(self.cfg, sampling.temperature, self.likeliest)
@@ -255,16 +255,13 @@ class _Arm:
 
   def _rows(self, part: types.Batch, likeliest) -> dict[str, np.ndarray]:
     """Scores a microbatch; returns columns of what both sides know."""
-    places = np.flatnonzero(part.sampled_BT.reshape(-1))
+    inputs = inputs_lib.flatten(part)
     size = part.tokens_BT.size
-    rows = np.full(size, size, np.int32)  # one program for every microbatch
-    rows[: len(places)] = places
-    inputs = dict(
-        tokens=part.tokens_BT.reshape(-1),
-        targets=part.targets_BT.reshape(-1),
-        positions_BT=part.positions_BT,
-        rows=rows,
-    )
+    places = inputs['rows'][inputs['rows'] < size]
+    places = places[inputs['sampled'][places]]
+    # One program for every microbatch.
+    inputs['rows'] = np.full(size, size, np.int32)
+    inputs['rows'][: len(places)] = places
     logp, best, routes = self._score(self.weights, inputs)
     take = lambda a: a.reshape(-1)[places]
     sequences = take(part.segments_BT)
@@ -292,18 +289,6 @@ class _Arm:
 
 
 @functools.lru_cache(maxsize=8)
-def _learner(cfg, temperature, rows, row_tokens, parallel) -> update.Learner:
-  return update.Learner(
-      cfg,
-      update.LossConfig(temperature=temperature),
-      optimizer_lib.make('adam', learning_rate=1e-4, steps=1),
-      rows=rows,
-      row_tokens=row_tokens,
-      parallel=parallel,
-  )
-
-
-@functools.lru_cache(maxsize=8)
 def _score_program(cfg, temperature, likeliest):
   """The learner's plain forward, with its likeliest tokens beside log-probs."""
   score = functools.partial(
@@ -318,8 +303,17 @@ def _score(weights, batch, *, cfg, temperature, likeliest):
   take = lambda x: x.at[batch['rows']].get(mode='fill', fill_value=0)
   hidden, w = take(hidden), forward_lib.head(weights, cfg)
   own = dict(numerics=cfg.numerics, impl=cfg.impl)
+  support = batch.get('support')
+  if support is not None:
+    rows = batch['rows']
+    support = support.at[rows].get(mode='fill', fill_value=-1)
   logp, _ = head_ops.logprobs(
-      hidden, w, take(batch['targets']), temperature=temperature, **own
+      hidden,
+      w,
+      take(batch['targets']),
+      support_Tk=support,
+      temperature=temperature,
+      **own,
   )
   return logp, head_ops.likeliest(hidden, w, likeliest, **own), routes
 

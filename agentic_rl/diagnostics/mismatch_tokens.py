@@ -18,6 +18,7 @@ are ignored, and so are empty lines.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import glob
 import json
@@ -33,6 +34,8 @@ from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import journal
 
+# Every so many sequences, one comes a second time, so many places later.
+AGAIN, LATER = 4, 160
 # Of a text, spans up to so long are drawn one by one; others between them are
 # read at once.
 DRAWN_SPAN = 64
@@ -99,8 +102,8 @@ def from_trajectories(
 ) -> Source:
   """Returns what was drawn in logged rollouts, in a random order.
 
-  Members of a group share their prompt; apart from each other they find it
-  among the known pages.
+  Every fourth comes a second time, later and prompted with its first half, and
+  finds the pages of the first, if they were not evicted.
 
   Args:
     files: read until there are positions enough.
@@ -111,7 +114,7 @@ def from_trajectories(
   Raises:
     ValueError: a file holds no trajectories, or they do not fit the policy.
   """
-  scripts: list[traffic.Script] = []
+  found: list[tuple[Any, np.ndarray]] = []
   used, count = 0, 0
   for path in files:
     used += 1
@@ -120,18 +123,23 @@ def from_trajectories(
         break
       where = f'{path} trajectory {number}'
       _check_tokens(item.tokens, cfg, where)
-      script = _forced(len(scripts), item.tokens, item.sampled)
-      if script is not None:
-        scripts.append(script)
-        count += sum(script.draws)
+      drawn = np.array(item.sampled, bool)
+      drawn[0] = False  # nothing stands before it
+      if drawn.any():
+        found.append((item.tokens, drawn))
+        count += int(drawn.sum())
+        if len(found) % AGAIN == 1:
+          count += int(_second_half(drawn).sum())
     if count >= positions:
       break
-  if not scripts:
+  if not found:
     raise ValueError(f'{files[0]}: no drawn token in {len(files)} files')
-  order = np.random.default_rng(seed).permutation(len(scripts))
+  order = np.random.default_rng(seed).permutation(len(found))
+  # The first, fifth, ... come again, wherever they stand.
+  scripts = _scripts([(*found[i], i % AGAIN == 0) for i in order.tolist()])
   name = files[0] if used == 1 else f'{used} files from {files[0]}'
   origin = f'logged trajectories, {name}'
-  return Source(origin, tuple(scripts[i] for i in order), False)
+  return Source(origin, scripts, False)
 
 
 def _read_journal(path: pathlib.Path):
@@ -152,7 +160,7 @@ def from_text(
 
   Spans of random length are drawn, with shorter ones between them that are
   read, as an agent reads answers. Every fourth sequence comes a second time,
-  longer prompted, and finds the pages of the first.
+  later and prompted with its first half, and finds the pages of the first.
 
   Args:
     text: any, two tokens or more.
@@ -167,21 +175,47 @@ def from_text(
   ids = tokenizer.encode(text)
   rng = np.random.default_rng(seed)
   size = cfg.max_context - 1
-  scripts: list[traffic.Script] = []
+  found: list[tuple[Any, np.ndarray, bool]] = []
   count = 0
   for number, low in enumerate(range(0, len(ids), size)):
     tokens = np.asarray([tokenizer.bos, *ids[low : low + size]], np.int32)
-    for prompt in (4, 2)[: 2 if number % 4 == 0 else 1]:
-      first = int(rng.integers(1, max(2, len(tokens) // prompt)))
-      script = _forced(
-          len(scripts), tokens, _spans(rng, len(tokens), first, cfg.page)
-      )
-      if script is not None and count < positions:
-        scripts.append(script)
-        count += sum(script.draws)
-  if not scripts:
+    first = int(rng.integers(1, max(2, len(tokens) // 4)))
+    drawn = _spans(rng, len(tokens), first, cfg.page)
+    if drawn.any() and count < positions:
+      again = number % AGAIN == 0
+      found.append((tokens, drawn, again))
+      count += int(drawn.sum())
+      count += int(_second_half(drawn).sum()) if again else 0
+  if not found:
     raise ValueError(f'text of {len(ids)} tokens: 2 or more are needed')
-  return Source(f'text of {len(ids)} tokens', tuple(scripts), False)
+  scripts = _scripts(found)
+  return Source(f'text of {len(ids)} tokens', scripts, False)
+
+
+def _second_half(drawn: np.ndarray) -> np.ndarray:
+  """Returns the same, but nothing drawn in the first half of the draws."""
+  places = np.flatnonzero(drawn)
+  later = drawn.copy()
+  later[: places[len(places) // 2]] = False
+  return later
+
+
+def _scripts(found) -> tuple[traffic.Script, ...]:
+  """Returns scripts that draw what is marked, some of them twice.
+
+  Args:
+    found: tokens, which of them are drawn, and whether they come again.
+  """
+  due: collections.deque[tuple[int, Any, np.ndarray]] = collections.deque()
+  order = []
+  for place, (tokens, drawn, again) in enumerate(found):
+    while due and due[0][0] <= place:
+      order.append(due.popleft()[1:])
+    order.append((tokens, drawn))
+    if again:
+      due.append((place + LATER, tokens, _second_half(drawn)))
+  order += [item[1:] for item in due]
+  return tuple(_forced(i, *item) for i, item in enumerate(order))
 
 
 def _spans(rng, count: int, at: int, page: int) -> np.ndarray:
@@ -194,14 +228,10 @@ def _spans(rng, count: int, at: int, page: int) -> np.ndarray:
   return drawn
 
 
-def _forced(number: int, tokens, sampled) -> traffic.Script | None:
-  """Returns a script that draws exactly these tokens; None if it draws none."""
-  sampled = np.array(sampled, bool)
-  sampled[0] = False  # nothing stands before it
+def _forced(number: int, tokens, sampled: np.ndarray) -> traffic.Script:
+  """Returns a script that draws exactly these tokens, at least one."""
   changes = np.flatnonzero(np.diff(sampled.astype(np.int8), append=0))
   edges = (changes + 1).tolist()  # starts and ends in turn
-  if not edges:
-    return None
   ids = [int(t) for t in tokens]
   starts, ends = edges[::2], edges[1::2]
   return traffic.Script(

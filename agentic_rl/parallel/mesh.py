@@ -256,15 +256,17 @@ def make(
   return Parallel(mesh, rules)
 
 
-def host_devices(text: str) -> None:
-  """Makes the CPU show as many devices as a mesh needs.
+def host_devices(*texts: str) -> None:
+  """Makes the CPU show as many devices as the largest of these meshes needs.
 
   To be called before JAX is used; does nothing where there is an accelerator.
 
   Raises:
     ValueError: if JAX runs on too few CPU devices already.
   """
-  count = math.prod(parse(text).values())
+  counts = {text: math.prod(parse(text).values()) for text in texts}
+  text = max(counts, key=counts.__getitem__)
+  count = counts[text]
   if count == 1:
     return
   # The host's devices share its threads: programs in flight at the same time

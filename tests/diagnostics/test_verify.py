@@ -113,7 +113,9 @@ def test_a_run_beside_its_control(run_folder, tmp_path, capsys):
   assert report['max_abs_dlogp'] == report['kl_k3'] == 0
   assert report['topk_hit_rate'] == 1
   logged = list(tokens_lib.newest_trajectories(run_folder))
-  drawn = sum(t.sampled.sum() for p in logged for t in journal.read(p))
+  each = [int(t.sampled.sum()) for p in logged for t in journal.read(p)]
+  # Some come a second time, and of these the second half is drawn.
+  drawn = sum(each) + sum(n - n // 2 for n in each[:: tokens_lib.AGAIN])
   assert report['positions'] == report['gradient']['positions'] == drawn >= 300
   assert report['positions'] == sum(b['positions'] for b in report['buckets'])
   assert report['sampler']['decoded'] == drawn
@@ -239,14 +241,18 @@ def test_the_tokens_of_a_text(run_folder):
       left = left[count:]
     assert tokens[0] == tokenizer.bos
     pieces.append(tokenizer.decode(tokens[1:]))
-  # The first, fifth, ... come twice; reads after the last draw are left out.
-  once = [p for i, p in enumerate(pieces) if i % 5 != 1]
-  assert len(once) > 5 and sum(map(len, once)) > 0.8 * len(text)
+  # Reads after the last draw are left out; the first, fifth, ... come again.
+  number = len(pieces) * 4 // 5
+  once, again = pieces[:number], pieces[number:]
+  assert again == once[::4] and len(once) > 5
+  for one, two in zip(source.scripts[::4], source.scripts[number:]):
+    assert len(two.prompt) > len(one.prompt)
+    assert one.forced[len(one.forced) // 2 :] == two.forced
+  assert sum(map(len, once)) > 0.8 * len(text)
   at = 0
   for piece in once:
     assert (found := text.find(piece, at)) >= at
     at = found + len(piece)
-  assert text.find(once[1]) > 0 and pieces[1][:20] == pieces[0][:20]
   few = tokens_lib.from_text(text, tokenizer, CFG, 50)
   assert 50 <= few.positions < 50 + 64
 
@@ -264,14 +270,20 @@ def test_logged_tokens_are_forced_as_they_were(logged, run_folder):
   files = tokens_lib.newest_trajectories(run_folder)
   assert [p.name for p in files] == ['rl-000003.jsonl.gz', 'rl-000002.jsonl.gz']
   source = tokens_lib.from_trajectories(files, CFG, 10**6)
-  assert source.positions == sum(t.sampled.sum() for t in trajectories)
+  read = trajectories[1:] + trajectories[:1]  # as the files are
+  drawn = [int(t.sampled.sum()) for t in read]
+  again = [n - n // 2 for n in drawn[::4]]  # the second half of some
+  assert source.positions == sum(drawn) + sum(again)
+  assert len(source.scripts) == len(drawn) + len(again)
   by_prompt = {(s.prompt, s.forced) for s in source.scripts}
   for t in trajectories:
     first = int(t.sampled.argmax())
     forced = tuple(t.tokens[t.sampled].tolist())
     assert (tuple(t.tokens[:first].tolist()), forced) in by_prompt
   few = tokens_lib.from_trajectories(files, CFG, 1)
-  assert len(few.scripts) == 1
+  assert (
+      len(few.scripts) == 2 and few.scripts[1].length == few.scripts[0].length
+  )
   both = tokens_lib.trajectory_files(
       f'{files[0]},{run_folder}/traj*/*2.jsonl.gz'
   )
