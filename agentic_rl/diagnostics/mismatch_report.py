@@ -13,6 +13,8 @@ from typing import Any, Mapping
 
 import numpy as np
 
+from agentic_rl.diagnostics import text_table
+
 ARMS = {'': 'as configured', 'control': 'control (no invariance)'}
 _COLORS = {'': '#1f6f8b', 'control': '#d1495b'}
 _TOTALS = (
@@ -29,7 +31,7 @@ _TOTALS = (
     ('multiplicative_error', 'multiplicative error, mean'),
     ('multiplicative_error_max', 'multiplicative error, max'),
 )  # fmt: skip
-_COLUMNS = (
+COLUMNS = (
     ('positions', 'positions'),
     ('unequal_bits', 'unequal'),
     ('route_flips', 'flips'),
@@ -43,6 +45,8 @@ _COLUMNS = (
     ('topk_hit_rate', 'top-k'),
     ('multiplicative_error', 'mult. err'),
 )
+# Of these, what the text has no room for; the page and the report have it.
+_PAGE_ONLY = ('flip_rate', 'kl_k1', 'outside_10_percent')
 _VERDICTS = {
     'exact': 'no bit and no route differs',
     'flat': 'they differ, and not more at longer contexts',
@@ -73,6 +77,10 @@ def _cell(figures: Mapping[str, Any], name: str) -> str:
   return _show(figures[name])
 
 
+def _range(bucket: Mapping[str, Any]) -> str:
+  return f'{bucket["from"]:,}-{bucket["to"] - 1:,}'
+
+
 def _slope(arm: Mapping[str, Any]) -> str:
   fitted = arm['slope']
   if fitted['low_per_1k'] is None:
@@ -86,7 +94,9 @@ def _slope(arm: Mapping[str, Any]) -> str:
 
 def table(report: Mapping[str, Any]) -> str:
   """Returns the report as text."""
-  lines = [f'policy    {_policy(report)}', f'tokens    {_tokens(report)}']
+  lines = []
+  for head, about in (('policy', _policy(report)), ('tokens', _tokens(report))):
+    lines += [f'{head:10s}{about[0]}', f'{"":10s}{about[1]}']
   for name, arm in arms(report).items():
     lines += ['', f'{ARMS[name]}: {arm["verdict"]}']
     lines += [f'  {text:30s}{_show(arm[key])}' for key, text in _TOTALS]
@@ -96,11 +106,12 @@ def table(report: Mapping[str, Any]) -> str:
         f'  {"in the gradient program":30s}{own["unequal_bits"]:,} unequal,'
         f' {own["route_flips"]:,} routes differ,'
         f' max |Δ| {own["max_abs_dlogp"]:.3g}',
-        f'  {"context":>15s}' + ''.join(f'{t:>10s}' for _, t in _COLUMNS),
     ]
+    shown = [c for c in COLUMNS if c[0] not in _PAGE_ONLY]
+    rows = [['context', *(text for _, text in shown)]]
     for b in arm['buckets']:
-      cells = ''.join(f'{_cell(b, key):>10s}' for key, _ in _COLUMNS)
-      lines.append(f'  {b["from"]:>6,} - {b["to"] - 1:>6,}{cells}')
+      rows.append([_range(b), *(_cell(b, key) for key, _ in shown)])
+    lines += [f'  {line}' for line in text_table.lines(rows)]
   lines += [
       '',
       f'verdict: {report["verdict"]} ({_VERDICTS[report["verdict"]]})',
@@ -108,26 +119,22 @@ def table(report: Mapping[str, Any]) -> str:
   return '\n'.join(lines)
 
 
-def _policy(report) -> str:
+def _policy(report) -> tuple[str, str]:
+  """Returns where the policy is from, and what it is."""
   p = report['policy']
   rules = 'exact' if p['exact'] else 'not exact'
-  return (
-      f'{p["origin"]}; {p["layers"]} layers of width {p["width"]},'
-      f' {p["experts"]} experts, {p["precision"]}, {rules}, impl {p["impl"]}'
-      f' on {p["platform"]}'
+  return p['origin'], (
+      f'{p["layers"]} layers of width {p["width"]}, {p["experts"]} experts,'
+      f' {p["precision"]}, {rules}, impl {p["impl"]} on {p["platform"]}'
   )
 
 
-def _tokens(report) -> str:
+def _tokens(report) -> tuple[str, str]:
+  """Returns where the tokens are from, and what they are."""
   t = report['tokens']
-  kind = (
-      ''
-      if t['drawn_by_policy']
-      else (
-          '; given, not drawn by these weights: KL figures are means over them'
-      )
-  )
-  return f'{t["origin"]}; {t["sequences"]:,} sequences{kind}'
+  given = '; given, not drawn by these weights: KL figures are means over them'
+  kind = '' if t['drawn_by_policy'] else given
+  return t['origin'], f'{t["sequences"]:,} sequences{kind}'
 
 
 # -------------------------------------------------------------------- the page
@@ -184,8 +191,8 @@ def page(report: Mapping[str, Any]) -> str:
       f' {report["unequal_bits"]:,} unequal log-probs and'
       f' {report["route_flips"]:,} flipped routes over'
       f' {report["positions"]:,} positions.</p>',
-      f'<p>Policy: {esc(_policy(report))}.<br>Tokens: {esc(_tokens(report))}.'
-      '</p>',
+      f'<p>Policy: {esc("; ".join(_policy(report)))}.<br>'
+      f'Tokens: {esc("; ".join(_tokens(report)))}.</p>',
       f'<table><tr><th></th>{head}</tr>{rows}</table>',
       f'<img alt="plots by context length" src="data:image/png;base64,{picture}"'
       '>',
@@ -203,10 +210,10 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _buckets(arm) -> str:
-  head = ''.join(f'<th>{html.escape(text)}</th>' for _, text in _COLUMNS)
+  head = ''.join(f'<th>{html.escape(text)}</th>' for _, text in COLUMNS)
   rows = ''.join(
-      f'<tr><td>{b["from"]:,} - {b["to"] - 1:,}</td>'
-      + ''.join(f'<td>{_cell(b, key)}</td>' for key, _ in _COLUMNS)
+      f'<tr><td>{_range(b)}</td>'
+      + ''.join(f'<td>{_cell(b, key)}</td>' for key, _ in COLUMNS)
       + '</tr>'
       for b in arm['buckets']
   )
@@ -265,12 +272,14 @@ def _panel(ax, report, title, lines) -> None:
       text = f'{ARMS[name]} {label}'.strip()
       ax.plot(x, y, style, marker='o', ms=4, color=_COLORS[name], label=text)
   ax.set_xscale('log', base=2)
-  if lines[0][0] != 'topk_hit_rate':
+  if lines[0][0] == 'topk_hit_rate':
+    ax.set_ylim(top=1.0)
+  elif np.isfinite(smallest):
     # Linear near zero, so that an exact zero has a place.
-    ax.set_yscale(
-        'symlog', linthresh=smallest if np.isfinite(smallest) else 1e-9
-    )
+    ax.set_yscale('symlog', linthresh=smallest)
     ax.set_ylim(bottom=0)
+  else:
+    _nothing(ax, '0 everywhere')
   _label(ax, title, 'context, tokens (end of the bucket)')
   ax.legend(fontsize=7, handlelength=3)
 
@@ -283,10 +292,15 @@ def _routes(ax, report) -> None:
     x = np.arange(len(rates)) + 0.8 * (i + 0.5) / len(found) - 0.4
     ax.bar(x, rates, 0.8 / len(found), color=_COLORS[name], label=ARMS[name])
   if not any(sum(arm['flip_rate_by_layer']) for arm in found.values()):
-    ax.set_ylim(0, 1)
-    ax.text(0.5, 0.5, 'no route differs', transform=ax.transAxes, ha='center')
+    _nothing(ax, 'no route differs')
+  ax.xaxis.get_major_locator().set_params(integer=True)
   _label(ax, 'route-flip rate', 'layer with experts')
   ax.legend(fontsize=7, handlelength=3)
+
+
+def _nothing(ax, text) -> None:
+  ax.set_ylim(0, 1)
+  ax.text(0.5, 0.5, text, transform=ax.transAxes, ha='center')
 
 
 def _label(ax, title, below) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 
 from agentic_rl import numerics as bits
 from agentic_rl.diagnostics import mismatch_tokens
+from agentic_rl.diagnostics import text_table
 from agentic_rl.diagnostics import traffic
 from agentic_rl.learner import inputs as inputs_lib
 from agentic_rl.learner import optimizer as optimizer_lib
@@ -400,11 +401,10 @@ def measure(
 def table(report: Mapping[str, Any]) -> str:
   """Returns the report as text."""
   names = Counts._fields
-  line = '{:8s}  {:26s}' + ' {:>14s}' * len(names)
-  out = [line.format('side', 'arm', *names)]
+  rows = [['side', 'arm', *names]]
   whole = {'side': 'all', 'arm': ''} | dict(report)
   for row in (*report['arms'], whole):
-    figures = (f'{row[n]:,}' for n in names)
-    out.append(line.format(row['side'], row['arm'], *figures))
+    rows.append([row['side'], row['arm'], *(f'{row[n]:,}' for n in names)])
+  out = text_table.lines(rows, left=2)
   out.append('exact' if report['exact'] else 'NOT exact')
   return '\n'.join(out)

@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from agentic_rl import numerics as bits
+from agentic_rl.diagnostics import text_table
 from agentic_rl.diagnostics import traffic
 from agentic_rl.policy import forward as forward_lib
 from agentic_rl.policy import model
@@ -326,21 +327,22 @@ def table(report: dict[str, Any]) -> str:
   """Returns the report as text."""
   a, b = report['a'], report['b']
   names = ('kl', 'mean_abs_dlogp', 'max_abs_dlogp', 'top1', 'slots', 'experts')
-  line = '{:>12s} {:>9s}' + ' {:>14s}' * len(names)
   out = [
       f'{a} against {b}: {report["sequences"]} rollouts of'
-      f' {report["context"]} tokens, drawn by {a}',
-      line.format('tokens', 'positions', *names),
+      f' {report["context"]} tokens, drawn by {a}'
   ]
-  whole = {'from': 0, 'to': report['context']} | report
-  for bucket in (*report['buckets'], whole):
-    out.append(
-        line.format(
-            f'{bucket["from"]}-{bucket["to"]}',
-            str(bucket['positions']),
-            *(f'{bucket[n]:.4g}' for n in names),
-        )
+  rows = [['context', 'positions', *names]]
+  for bucket in (*report['buckets'], report):
+    rows.append(
+        [
+            f'{bucket["from"]:,}-{bucket["to"] - 1:,}'
+            if 'from' in bucket
+            else 'all',
+            f'{bucket["positions"]:,}',
+            *(f'{bucket[n]:.3g}' for n in names),
+        ]
     )
+  out += text_table.lines(rows)
   for i, layer in enumerate(report['layers']):
     shares = ', '.join(f'{k} {100 * v:.2f} %' for k, v in layer.items())
     out.append(f'routes that differ in the router of layer {i}: {shares}')
