@@ -319,7 +319,8 @@ def load_resolved(path: str | pathlib.Path) -> ConfigDict:
   try:
     value = json.loads(pathlib.Path(path).read_text())
   except OSError as error:
-    raise ConfigError(f'cannot read the config {path}: {error}') from None
+    why = error.strerror or error
+    raise ConfigError(f'cannot read the config {path}: {why}') from None
   except ValueError as error:
     raise ConfigError(f'{path} is not a saved config: {error}') from None
   if not isinstance(value, dict):

@@ -18,7 +18,12 @@ def note(text: str) -> None:
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
   """Adds `--json`."""
-  parser.add_argument('--json', default='', metavar='FILE')
+  parser.add_argument(
+      '--json',
+      default='',
+      metavar='FILE',
+      help="write the report, '-' for standard output",
+  )
 
 
 def run(work: Callable[[], tuple[Any, str, bool]], json_path: str) -> int:

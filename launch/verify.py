@@ -164,7 +164,11 @@ def _policy(args, overrides, meshes=()):
     run = args.workdir = usual if mismatch_run.has_checkpoint(usual) else ''
   if run:
     path = pathlib.Path(run) / setup_run.RESOLVED
-    config = common.override_words(common.load_resolved(path), overrides)
+    try:
+      config = common.load_resolved(path)
+    except common.ConfigError as error:
+      raise common.ConfigError(f'{run} is no work directory: {error}') from None
+    config = common.override_words(config, overrides)
   mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
   return mismatch_run.load(
@@ -173,10 +177,9 @@ def _policy(args, overrides, meshes=()):
 
 
 def _positive(text: str) -> int:
-  value = int(text)
-  if value < 1:
-    raise ValueError
-  return value
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f'{text!r}: allowed is 1 or more')
+  return int(text)
 
 
 def _parse(argv):
@@ -184,32 +187,100 @@ def _parse(argv):
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   commands = parser.add_subparsers(required=True)
-  mismatch = commands.add_parser('mismatch', allow_abbrev=False)
-  mismatch.set_defaults(run=_mismatch)
-  precision = commands.add_parser('precision', allow_abbrev=False)
-  precision.set_defaults(run=_precision, control=False)
-  exactness = commands.add_parser('exactness', allow_abbrev=False)
-  exactness.set_defaults(run=_exactness, control=False)
-  for command in (mismatch, exactness, precision):
-    command.add_argument('--config', default='configs/swe.py')
-    policy = command.add_mutually_exclusive_group()
-    policy.add_argument('--workdir', default='', metavar='RUN')
-    policy.add_argument('--checkpoint', default='', metavar='DIR')
-    policy.add_argument('--fresh', action='store_true')
-    reports.add_flag(command)
-  exactness.add_argument('--positions', type=_positive, default=10_000)
-  exactness.add_argument('--meshes', nargs='*', metavar='MESH')
-  precision.add_argument('--a', default='bfloat16', metavar='PRECISION')
-  precision.add_argument('--b', default='fp8', metavar='PRECISION')
-  precision.add_argument('--context', type=_positive, default=4096)
-  precision.add_argument('--sequences', type=_positive, default=8)
+
+  def command(name, run, what):
+    out = commands.add_parser(
+        name,
+        allow_abbrev=False,
+        description=f'{what} More: python launch/verify.py --help',
+        epilog='--config.FIELD=VALUE overrides a field of the config.',
+    )
+    out.set_defaults(run=run, control=False)
+    out.add_argument(
+        '--config',
+        default='configs/swe.py',
+        metavar='FILE[:ARG]',
+        help='the run of this config, where no other is named (%(default)s)',
+    )
+    policy = out.add_mutually_exclusive_group()
+    policy.add_argument(
+        '--workdir',
+        default='',
+        metavar='RUN',
+        help='work directory of a run: its newest checkpoint and its config',
+    )
+    policy.add_argument(
+        '--checkpoint',
+        default='',
+        metavar='DIR',
+        help='a folder of checkpoints, or one of them',
+    )
+    policy.add_argument(
+        '--fresh', action='store_true', help='weights that were never trained'
+    )
+    reports.add_flag(out)
+    return out
+
+  def number(flags, name, default, what):
+    flags.add_argument(
+        name,
+        type=_positive,
+        default=default,
+        metavar='N',
+        help=f'{what} (%(default)s)',
+    )
+
+  mismatch = command(
+      'mismatch', _mismatch, 'Sampler against learner over the same tokens.'
+  )
   tokens = mismatch.add_mutually_exclusive_group()
-  tokens.add_argument('--text', default='', metavar='FILE')
-  tokens.add_argument('--trajectories', default='', metavar='FILES')
-  tokens.add_argument('--against', default='', metavar='FILE')
-  mismatch.add_argument('--positions', type=_positive, default=50_000)
-  mismatch.add_argument('--control', action='store_true')
-  mismatch.add_argument('--html', default='', metavar='FILE')
+  tokens.add_argument(
+      '--text', default='', metavar='FILE', help='tokens of a file in UTF-8'
+  )
+  tokens.add_argument(
+      '--trajectories',
+      default='',
+      metavar='FILES',
+      help='tokens of trajectory files, a comma list of names and patterns',
+  )
+  tokens.add_argument(
+      '--against',
+      default='',
+      metavar='FILE',
+      help="log-probs of a foreign engine, in place of the sampler's",
+  )
+  number(mismatch, '--positions', 50_000, 'drawn tokens to compare, about')
+  mismatch.add_argument(
+      '--control',
+      action='store_true',
+      help='also with invariance switched off on both sides',
+  )
+  mismatch.add_argument(
+      '--html', default='', metavar='FILE', help='write a page with plots'
+  )
+  exactness = command(
+      'exactness', _exactness, 'The exactness matrix of a policy.'
+  )
+  number(exactness, '--positions', 10_000, 'drawn tokens of the recording')
+  exactness.add_argument(
+      '--meshes',
+      nargs='*',
+      metavar='MESH',
+      help='as in data=2,fsdp=2; with no value none (those of'
+      ' agentic_rl/diagnostics/policy_matrix.py that fit)',
+  )
+  precision = command(
+      'precision', _precision, 'Two precisions of a policy over long rollouts.'
+  )
+  for name, default in (('a', 'bfloat16'), ('b', 'fp8')):
+    precision.add_argument(
+        f'--{name}',
+        default=default,
+        metavar='PRECISION',
+        help='float32, bfloat16 or fp8 (%(default)s)',
+    )
+  number(precision, '--context', 4096, 'tokens of a rollout')
+  number(precision, '--sequences', 8, 'rollouts')
   args, overrides = parser.parse_known_args(argv)
   if args.control and args.against:
     parser.error('--control: not allowed with --against')

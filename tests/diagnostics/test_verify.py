@@ -345,7 +345,10 @@ def refused(capsys, *words):
             ['--config.rollout.max_sequences=0', '--fresh'],
             ['rollout.max_sequences=0'],
         ),
-        (['--workdir=/no/such'], ['/no/such/config.json']),
+        (
+            ['--workdir=/no/such'],
+            ['/no/such is no work directory', '/no/such/config.json'],
+        ),
         (['--checkpoint=/no/such'], ['/no/such']),
         (['--fresh', '--text=/no/such'], ['/no/such']),
         (
@@ -381,6 +384,14 @@ def test_words_that_exclude_each_other(words, capsys):
     verify.main(['mismatch', *words])
   assert error.value.code == 2
   assert words[-1].partition('=')[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('value', ['0', '-3', 'many'])
+def test_what_is_no_number_of_positions(value, capsys):
+  with pytest.raises(SystemExit):
+    verify.main(['mismatch', '--fresh', f'--positions={value}'])
+  told = capsys.readouterr().err
+  assert f'--positions: {value!r}: allowed is 1 or more' in told
 
 
 def test_a_run_of_another_shape(run_folder, capsys):
@@ -466,6 +477,6 @@ def test_the_table_shows_what_is_unknown():
   report['tokens'] = dict(origin='x', sequences=2, drawn_by_policy=False)
   text = mismatch_report.table(report)
   assert re.search(r'top-k hit rate +-\n', text)
-  assert re.search(r'16 - +31 +1 +1 +0 +-', text)
+  assert re.search(r'16-31 +1 +1 +0 +0.0310', text)
   page = mismatch_report.page(report)
   assert '&lt;b&gt;' in page and '<b>;' not in page
