@@ -56,6 +56,7 @@ learner, is not exact with itself.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
@@ -79,7 +80,10 @@ def _mismatch(args, overrides):
   if args.against:
     examples = tokens_lib.read_foreign(args.against, cfg)
     report = mismatch_run.measure_foreign(
-        policy, examples, f'{args.against}', note=reports.note
+        policy,
+        examples,
+        f'foreign log-probs, {args.against}',
+        note=reports.note,
     )
   else:
     if args.text:
@@ -87,6 +91,8 @@ def _mismatch(args, overrides):
       source = tokens_lib.from_text(
           text, policy.tokenizer(), cfg, args.positions, seed
       )
+      origin = f'{args.text}, {source.origin}'
+      source = dataclasses.replace(source, origin=origin)
     else:
       files = tokens_lib.trajectory_files(args.trajectories)
       if not files and policy.workdir is not None:

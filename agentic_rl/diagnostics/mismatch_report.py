@@ -71,10 +71,23 @@ def _show(value: Any) -> str:
 
 
 def _cell(figures: Mapping[str, Any], name: str) -> str:
+  if name in ('route_flips', 'flip_rate') and not figures['routed_tokens']:
+    return '-'  # no route was compared
   if name == 'flip_rate':
-    rates = figures['flip_rate_by_layer']
-    return _show(float(np.mean(rates)) if rates else None)
+    return _show(float(np.mean(figures['flip_rate_by_layer'])))
   return _show(figures[name])
+
+
+def _meaning(report: Mapping[str, Any]) -> str:
+  """Returns what the verdict says."""
+  if report['routed_tokens']:
+    return _VERDICTS[report['verdict']]
+  return (
+      _VERDICTS[report['verdict']].replace(
+          'no bit and no route differs', 'no bit differs'
+      )
+      + '; no route was compared'
+  )
 
 
 def _range(bucket: Mapping[str, Any]) -> str:
@@ -99,12 +112,12 @@ def table(report: Mapping[str, Any]) -> str:
     lines += [f'{head:10s}{about[0]}', f'{"":10s}{about[1]}']
   for name, arm in arms(report).items():
     lines += ['', f'{ARMS[name]}: {arm["verdict"]}']
-    lines += [f'  {text:30s}{_show(arm[key])}' for key, text in _TOTALS]
+    lines += [f'  {text:30s}{_cell(arm, key)}' for key, text in _TOTALS]
     own = arm['gradient']
     lines += [
         f'  {"slope of |Δ log-prob|":30s}{_slope(arm)}',
         f'  {"in the gradient program":30s}{own["unequal_bits"]:,} unequal,'
-        f' {own["route_flips"]:,} routes differ,'
+        f' {_cell(arm | own, "route_flips")} routes differ,'
         f' max |Δ| {own["max_abs_dlogp"]:.3g}',
     ]
     shown = [c for c in COLUMNS if c[0] not in _PAGE_ONLY]
@@ -114,7 +127,7 @@ def table(report: Mapping[str, Any]) -> str:
     lines += [f'  {line}' for line in text_table.lines(rows)]
   lines += [
       '',
-      f'verdict: {report["verdict"]} ({_VERDICTS[report["verdict"]]})',
+      f'verdict: {report["verdict"]} ({_meaning(report)})',
   ]
   return '\n'.join(lines)
 
@@ -164,7 +177,7 @@ def page(report: Mapping[str, Any]) -> str:
   head = ''.join(f'<th>{esc(ARMS[name])}</th>' for name in found)
   rows = ''.join(
       f'<tr><td>{esc(text)}</td>'
-      + ''.join(f'<td>{_show(arm[key])}</td>' for arm in found.values())
+      + ''.join(f'<td>{_cell(arm, key)}</td>' for arm in found.values())
       + '</tr>'
       for key, text in (('verdict', 'verdict'), *_TOTALS)
   )
@@ -187,9 +200,9 @@ def page(report: Mapping[str, Any]) -> str:
       '<meta name="viewport" content="width=device-width">',
       f'<title>Mismatch: {verdict}</title><style>{_STYLE}</style></head><body>',
       '<h1>Mismatch between sampler and learner</h1>',
-      f'<p class="verdict {verdict}"><b>{verdict}</b>: {_VERDICTS[verdict]};'
+      f'<p class="verdict {verdict}"><b>{verdict}</b>: {_meaning(report)};'
       f' {report["unequal_bits"]:,} unequal log-probs and'
-      f' {report["route_flips"]:,} flipped routes over'
+      f' {_cell(report, "route_flips")} flipped routes over'
       f' {report["positions"]:,} positions.</p>',
       f'<p>Policy: {esc("; ".join(_policy(report)))}.<br>'
       f'Tokens: {esc("; ".join(_tokens(report)))}.</p>',
@@ -291,7 +304,9 @@ def _routes(ax, report) -> None:
     rates = arm['flip_rate_by_layer']
     x = np.arange(len(rates)) + 0.8 * (i + 0.5) / len(found) - 0.4
     ax.bar(x, rates, 0.8 / len(found), color=_COLORS[name], label=ARMS[name])
-  if not any(sum(arm['flip_rate_by_layer']) for arm in found.values()):
+  if not report['routed_tokens']:
+    _nothing(ax, 'no route was compared')
+  elif not any(arm['route_flips'] for arm in found.values()):
     _nothing(ax, 'no route differs')
   ax.xaxis.get_major_locator().set_params(integer=True)
   _label(ax, 'route-flip rate', 'layer with experts')

@@ -51,6 +51,7 @@ def test_reports_fit_a_terminal():
       positions=50_000,
       unequal_bits=11_718,
       route_flips=1_234,
+      routed_tokens=9,
       flip_rate_by_layer=[0.1],
       topk_hit_rate=0.999,
       multiplicative_error_max=1.0,

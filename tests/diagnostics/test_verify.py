@@ -477,6 +477,10 @@ def test_the_table_shows_what_is_unknown():
   report['tokens'] = dict(origin='x', sequences=2, drawn_by_policy=False)
   text = mismatch_report.table(report)
   assert re.search(r'top-k hit rate +-\n', text)
-  assert re.search(r'16-31 +1 +1 +0 +0.0310', text)
+  assert re.search(r'16-31 +1 +1 +- +0.034', text)
+  assert re.search(r'routes that differ +-\n', text)
+  assert '3 unequal, - routes differ' in text
+  assert text.endswith('; no route was compared)')
   page = mismatch_report.page(report)
+  assert '; no route was compared; 1 unequal log-probs and -' in page
   assert '&lt;b&gt;' in page and '<b>;' not in page
