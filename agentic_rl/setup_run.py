@@ -401,14 +401,15 @@ def _learner(run: Run, sampling: engine_lib.Sampling) -> update.Learner:
       )
   with _about('learner.optimizer'):
     optimizer = optimizer_from(c.optimizer, c.iterations, run.policy)
-  return update.Learner(
-      run.policy,
-      loss,
-      optimizer,
-      rows=c.rows,
-      row_tokens=c.row_tokens,
-      parallel=run.parallel,
-  )
+  with _about('learner'):
+    return update.Learner(
+        run.policy,
+        loss,
+        optimizer,
+        rows=c.rows,
+        row_tokens=c.row_tokens,
+        parallel=run.parallel,
+    )
 
 
 def _source(run: Run) -> warm_source.Source | None:

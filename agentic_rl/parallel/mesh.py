@@ -216,7 +216,9 @@ def parse(text: str) -> dict[str, int]:
           " given once, as in 'data=2,fsdp=2'"
       )
     if not size.isdecimal() or int(size) < 1:
-      raise ValueError(f'mesh={text!r}: {name} must be a number of devices')
+      raise ValueError(
+          f'mesh={text!r}: {name} must be a number of devices, not {size!r}'
+      )
     sizes[name] = int(size)
   return {name: sizes.get(name, 1) for name in AXES}
 

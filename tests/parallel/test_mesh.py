@@ -39,9 +39,9 @@ def test_a_mesh_is_read(text, expected):
         ('model=2', "'model=2' is not allowed; each of ['data', 'fsdp'"),
         ('data', "'data' is not allowed"),
         ('data=2,data=2', 'may be given once'),
-        ('data=0', 'data must be a number of devices'),
-        ('data=-1', 'data must be a number of devices'),
-        ('data=x', 'data must be a number of devices'),
+        ('data=0', "data must be a number of devices, not '0'"),
+        ('data=-1', "data must be a number of devices, not '-1'"),
+        ('data=x', "data must be a number of devices, not 'x'"),
     ],
 )
 def test_a_wrong_mesh_is_refused(text, said):
