@@ -113,6 +113,10 @@ def train(config, workdir, stop: threading.Event | None = None):
       state.counts |= extra['counts']
       state.before, state.sampler = extra['before'], extra['sampler']
       sampler.restore(state.sampler)
+      run.metrics.note(
+          f'Resumed after iteration {state.iteration} of'
+          f' {config.learner.iterations}.'
+      )
     else:
       state.counts['wall_s'] = run.earlier_s
     run.stack.push(functools.partial(_keep_on_mismatch, run, state))

@@ -26,7 +26,8 @@ its usual directory (`runs/swe-seed0`), if there is one; else, and with
 The tokens are those of `--text`, a file in UTF-8, or of `--trajectories`, the
 trajectory files of a run (a comma list of names and patterns); by default the
 newest rollouts of the run, or else what the policy draws in random traffic.
-`--positions` bounds how many drawn tokens are compared.
+`--positions` bounds how many drawn tokens are compared; of given tokens, every
+fourth sequence comes twice, the second time from known pages, and counts again.
 
 `--control` also scores these tokens with invariance switched off on both sides.
 `--against` compares the log-probs of a foreign engine with the learner's in
@@ -87,7 +88,10 @@ def _mismatch(args, overrides):
     )
   else:
     if args.text:
-      text = pathlib.Path(args.text).read_text(encoding='utf-8')
+      try:
+        text = pathlib.Path(args.text).read_text(encoding='utf-8')
+      except UnicodeDecodeError as error:
+        raise ValueError(f'{args.text}: no text in UTF-8 ({error})') from None
       source = tokens_lib.from_text(
           text, policy.tokenizer(), cfg, args.positions, seed
       )
@@ -219,7 +223,7 @@ def _parse(argv):
         '--checkpoint',
         default='',
         metavar='DIR',
-        help='a folder of checkpoints, or one of them',
+        help='a folder of checkpoints, as RUN/checkpoints/rl, or one of them',
     )
     policy.add_argument(
         '--fresh', action='store_true', help='weights that were never trained'
