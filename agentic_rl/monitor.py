@@ -95,7 +95,11 @@ def may_apply(run: setup_run.Run, step: int, stats: Mapping[str, Any]) -> bool:
         f' ({journal.path_of(run.workdir, "rl", step)}): {details}'
     )
     _act(run, step, name, stats[name], text)
-  return run.config.learner.on_mismatch != 'skip'
+  if run.config.learner.on_mismatch != 'skip':
+    return True
+  why = f'{name} = {stats[name]:.4g}, {wrong[name]}'
+  run.metrics.note(f'Iteration {step}: the update is skipped; {why}.')
+  return False
 
 
 def _act(run, step: int, name: str, value: float, text: str) -> None:

@@ -95,11 +95,15 @@ def test_other_policies_have_the_bounds_of_the_alerts(tmp_path, action):
     assert not monitor.may_apply(run, 3, GOOD | {monitor.WEIGHTS: 1})
 
 
-def test_a_bound_that_is_left_is_recorded_once(tmp_path):
+def test_a_bound_that_is_left_is_recorded_once(tmp_path, capsys):
   """The alert of a bound comes with the metrics, not from the monitor too."""
   run = make_run(tmp_path, 'skip', exact=False, alerts=BOUNDS)
   beyond = GOOD | {'mismatch/max_abs_dlogp': 0.2, 'router/max_load': 1.0}
   assert not monitor.may_apply(run, 1, beyond)
+  assert capsys.readouterr().out == (
+      'Iteration 1: the update is skipped; mismatch/max_abs_dlogp = 0.2, above'
+      ' 0.1.\n'
+  )
   run.metrics.log(1, beyond)
   (alert,) = alerts_of(tmp_path)
   assert alert['alert'] == 'mismatch/max_abs_dlogp'
