@@ -127,7 +127,11 @@ def _exactness(args, overrides):
   reports.note(f'policy: {policy.origin}')
   own = policy.config.get('mesh', '')
   if usual:
-    meshes = policy_matrix.fitting(policy.cfg, meshes)
+    usable = policy_matrix.fitting(policy.cfg, meshes)
+    for text in meshes:
+      if text not in usable:
+        reports.note(f'mesh {text}: left out, it does not fit here')
+    meshes = usable
   report = policy_matrix.measure(
       policy.cfg,
       policy.weights,

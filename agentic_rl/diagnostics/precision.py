@@ -351,4 +351,5 @@ def table(report: dict[str, Any]) -> str:
         f'{name} with itself: '
         + ', '.join(f'{v} {k}' for k, v in counts.items())
     )
+  out.append('exact with themselves' if report['holds'] else 'NOT exact')
   return '\n'.join(out)

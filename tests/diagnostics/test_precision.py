@@ -90,6 +90,9 @@ def test_a_report_of_rollouts():
   text = precision.table(report)
   assert 'bfloat16 against fp8: 2 rollouts of 128 tokens' in text
   assert 'fp8 with itself: 16 positions, 0 unequal_bits' in text
+  assert text.endswith('\nexact with themselves')
+  text = precision.table(report | dict(holds=False))
+  assert text.endswith('\nNOT exact')
 
 
 def test_what_differs_is_counted():

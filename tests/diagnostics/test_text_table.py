@@ -41,6 +41,7 @@ def test_reports_fit_a_terminal():
   two = precision.table(
       dict(
           a='bfloat16', b='fp8', sequences=1, context=524_288, layers=[],
+          holds=True,
           exact={}, buckets=[bucket], **figures,
       )
   )  # fmt: skip
