@@ -73,8 +73,7 @@ class Result:
     goal: largest ratio that is aimed at.
     spills: vector stores in the listings of our kernels.
     vmem_bytes: of our largest kernel.
-    hbm_bytes: that our kernels copy from HBM and to it; None where sizes depend
-      on data.
+    hbm_bytes: that our kernels copy, see `tpu_cost.OpCost`.
     peer_hbm_bytes: the same of the peer.
     mxu_share: share of our bundles in which full matrix units would do the
       useful work, flops / (bf16_flops / clock_hz) / ours.
@@ -199,7 +198,7 @@ def table(results: Sequence[Result], failures: Mapping[str, str]) -> str:
       'executed bundles: issue cycles, without DMA waits and contention for'
       ' HBM; below 10-15 % is a tie.',
       'VMEM: MiB of our largest kernel. HBM: MB that are copied, ours and the'
-      " peer's. XLA: bundles of the ops around the kernels, ours and the"
+      " the peer's. XLA: bundles of the ops around the kernels, ours and the"
       " peer's; they are in no other column.",
       f'{"op":32s} {"chip":4s} {"ours":>8s} {"peer":>8s} {"ratio":>5s}'
       f' {"goal":>5s} {"MXU":>4s} {"spills":>6s} {"VMEM":>5s} {"HBM":>11s}'

@@ -11,7 +11,7 @@ The work: T = 2048 tokens in one packed row, N = 16 query heads, K = 4 KV heads,
 H = 128; 32768 tokens of which each KV head of a token selects 16 past pages of
 128; decode of 64 sequences at 2048 tokens; 2048 rows of 1024 for 8 experts;
 a vocabulary of 32768; bfloat16. Kernels are compiled with their operands as
-arguments of the program; XLA may place small ones in VMEM, on both sides.
+arguments of the program, which lie in HBM.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ _FLAGS = (
     '--xla_jf_dump_to={0} --xla_jf_dump_llo_text=true'
     ' --xla_jf_dump_llo_pass_label_regex='
     '(final|packed-bundles-post-ra|utiliz).*'
+    # Operands stay in HBM; else XLA puts some of small programs into VMEM.
+    ' --xla_msa_enable=false'
 )
 # After register allocation, so that waiting for results still shows.
 _LISTING = 'packed-bundles-post-ra'
@@ -74,8 +76,8 @@ class OpCost:
     spills: stores of vector registers in the listing.
     fills: loads of spilled registers in the listing.
     vmem_bytes: scratch and blocks of the pipeline.
-    hbm_bytes: copied from HBM and to it; None where a size depends on data.
-      Operands that XLA has put into VMEM before are not among them.
+    hbm_bytes: copied from HBM and to it, at most: a copy that depends on data
+      counts as made; None where a size does.
     parts: loops and regions in the order of the listing.
   """
 
