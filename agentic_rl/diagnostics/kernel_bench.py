@@ -197,8 +197,8 @@ def table(results: Sequence[Result], failures: Mapping[str, str]) -> str:
   lines = [
       'executed bundles: issue cycles, without DMA waits and contention for'
       ' HBM; below 10-15 % is a tie.',
-      'VMEM: MiB of our largest kernel. HBM: MB that are copied, ours and the'
-      " the peer's. XLA: bundles of the ops around the kernels, ours and the"
+      'VMEM: MiB of our largest kernel. HBM: MB that are copied, at most, ours'
+      " and the peer's. XLA: bundles of the ops around the kernels, ours and the"
       " peer's; they are in no other column.",
       f'{"op":32s} {"chip":4s} {"ours":>8s} {"peer":>8s} {"ratio":>5s}'
       f' {"goal":>5s} {"MXU":>4s} {"spills":>6s} {"VMEM":>5s} {"HBM":>11s}'
