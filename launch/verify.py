@@ -158,6 +158,7 @@ def _precision(args, overrides):
       b=args.b,
       context=args.context,
       sequences=args.sequences,
+      own=min(64, args.context // 4),
       temperature=policy.config.sampling.temperature,
       seed=policy.config.seed,
       note=reports.note,
