@@ -287,6 +287,8 @@ def _panel(ax, report, title, lines) -> None:
   ax.set_xscale('log', base=2)
   if lines[0][0] == 'topk_hit_rate':
     ax.set_ylim(top=1.0)
+    if not np.isfinite(smallest):
+      _nothing(ax, 'not known')
   elif np.isfinite(smallest):
     # Linear near zero, so that an exact zero has a place.
     ax.set_yscale('symlog', linthresh=smallest)
