@@ -186,6 +186,18 @@ def weights(
       damaged; the message names it.
     OSError: a file can not be read.
   """
+  leaves, tree = jax.tree_util.tree_flatten_with_path(_read(folder, cfg))
+  for i, (path, array) in enumerate(leaves):
+    leaves[i] = None  # an array is freed once it is on the device
+    array = jnp.asarray(array)
+    if not model.is_balance(path):
+      array = cfg.numerics.cast(array)
+    leaves[i] = jax.block_until_ready(array)
+  return jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _read(folder, cfg: PolicyConfig) -> dict[str, Any]:
+  """Returns the weights as NumPy's arrays, not rounded where it is emulated."""
   tensors = tensor_files.Tensors(folder)
   shapes = jax.eval_shape(lambda: model.init(cfg, 0))
   out = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
@@ -216,12 +228,7 @@ def weights(
         f'{folder}: tensor {unused[0]!r} has no place in the policy; there are'
         f' {len(unused)} such tensors'
     )
-  leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-  out.clear()  # an array is freed once it is on the device
-  for i, (path, array) in enumerate(leaves):
-    array = jnp.asarray(array)
-    leaves[i] = array if model.is_balance(path) else cfg.numerics.cast(array)
-  return jax.tree_util.tree_unflatten(tree, leaves)
+  return out
 
 
 def _fill(name: str, out, layer: str, tensors, cfg: PolicyConfig) -> None:
