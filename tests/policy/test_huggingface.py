@@ -397,27 +397,33 @@ def mismatch(tmp_path, folder, *words):
   return code, json.loads(path.read_text())
 
 
-def test_mismatch(tmp_path):
-  code, report = mismatch(tmp_path, MOE, '--positions=100', *SMALL)
+def test_mismatch_over_a_text(tmp_path):
+  text = tmp_path / 'text.txt'
+  text.write_text(TEXT * 2)
+  words = [f'--text={text}', '--config.policy.page=8', *SMALL]
+  code, report = mismatch(tmp_path, DENSE, *words)
+  assert code == 0 and report['verdict'] == 'exact'
+  ids = huggingface.tokenizer(DENSE).encode(TEXT * 2)
+  assert report['tokens']['origin'] == f'text of {len(ids)} tokens'
+  assert report['positions'] == report['gradient']['positions'] > 50
+  assert str(DENSE) in report['policy']['origin']
+
+
+@pytest.mark.slow
+def test_mismatch_beside_its_control(tmp_path):
+  """No flag is needed to fit the config to the folder."""
+  code, report = mismatch(tmp_path, MOE, '--positions=200', '--control')
   assert code == 0 and report['verdict'] == 'exact'
   assert report['unequal_bits'] == report['route_flips'] == 0
-  assert report['positions'] >= 100
+  assert report['positions'] >= 200
+  assert report['control']['unequal_bits'] > 0
   policy = report['policy']
-  assert str(MOE) in policy['origin']
   assert (policy['layers'], policy['experts'], policy['vocab']) == (3, 4, 120)
   assert (policy['pattern'], policy['max_context']) == ('f', 128)
   assert report['tokens']['drawn_by_policy']
 
 
 @pytest.mark.slow
-def test_mismatch_beside_its_control(tmp_path):
-  """Without a flag that fits the config to the folder."""
-  code, report = mismatch(tmp_path, MOE, '--positions=200', '--control')
-  assert code == 0 and report['verdict'] == 'exact'
-  assert report['policy']['max_context'] == 128  # the folder's
-  assert report['control']['unequal_bits'] > 0
-
-
 def test_mismatch_against_the_library(tmp_path):
   logs = tmp_path / 'logs.jsonl'
   expected = np.load(MOE / 'expected.npz')
@@ -431,14 +437,14 @@ def test_mismatch_against_the_library(tmp_path):
   assert 0 < report['max_abs_dlogp'] < 1e-5
 
 
-def test_mismatch_over_a_text(tmp_path):
-  text = tmp_path / 'text.txt'
-  text.write_text(TEXT * 8)
-  words = ['--config.policy.pattern=wb', '--config.policy.page=8']
-  code, report = mismatch(tmp_path, DENSE, f'--text={text}', *words, *SMALL)
+@pytest.mark.slow
+def test_fields_that_leave_the_weights(tmp_path):
+  words = ['--config.policy.pattern=wb', '--config.policy.precision=bfloat16']
+  words += ['--config.policy.window=20', '--positions=50', *SMALL]
+  code, report = mismatch(tmp_path, DENSE, *words)
   assert code == 0 and report['verdict'] == 'exact'
-  assert report['policy']['pattern'] == 'wb'
-  assert 'text of' in report['tokens']['origin']
+  policy = report['policy']
+  assert (policy['pattern'], policy['precision']) == ('wb', 'bfloat16')
 
 
 @pytest.mark.slow
