@@ -1,17 +1,19 @@
 """Checks what this code promises.
 
-  python launch/verify.py mismatch [--config=configs/swe.py] [--fresh]
-      [--workdir=RUN | --checkpoint=DIR] [--text=FILE | --trajectories=FILES]
-      [--positions=50000] [--control] [--against=logs.jsonl]
-      [--json=FILE] [--html=FILE] [--config.FIELD=VALUE ...]
+  python launch/verify.py mismatch [--config=configs/swe.py]
+      [--fresh | --workdir=RUN | --checkpoint=DIR | --huggingface=DIR]
+      [--text=FILE | --trajectories=FILES | --against=logs.jsonl]
+      [--positions=50000] [--control] [--json=FILE] [--html=FILE]
+      [--config.FIELD=VALUE ...]
 
-  python launch/verify.py exactness [--config=configs/swe.py] [--fresh]
-      [--workdir=RUN | --checkpoint=DIR] [--positions=10000]
-      [--meshes MESH MESH …] [--json=FILE] [--config.FIELD=VALUE ...]
+  python launch/verify.py exactness [--config=configs/swe.py]
+      [--fresh | --workdir=RUN | --checkpoint=DIR | --huggingface=DIR]
+      [--positions=10000] [--meshes MESH MESH …] [--json=FILE]
+      [--config.FIELD=VALUE ...]
 
-  python launch/verify.py precision [--config=configs/swe.py] [--fresh]
-      [--workdir=RUN | --checkpoint=DIR] [--a=bfloat16] [--b=fp8]
-      [--context=4096] [--sequences=8] [--json=FILE]
+  python launch/verify.py precision [--config=configs/swe.py]
+      [--fresh | --workdir=RUN | --checkpoint=DIR | --huggingface=DIR]
+      [--a=bfloat16] [--b=fp8] [--context=4096] [--sequences=8] [--json=FILE]
       [--config.FIELD=VALUE ...]
 
 `mismatch` runs the same tokens through the sampler and through the learner and
@@ -22,6 +24,11 @@ a folder of checkpoints or one of them; the config of their run is used, with
 the overrides of the command line. Without either it is the run of the config in
 its usual directory (`runs/swe-seed0`), if there is one; else, and with
 `--fresh`, weights that were never trained.
+
+`--huggingface` reads a local folder in that format, of Qwen3 or Qwen3-MoE. The
+policy's shape and vocabulary are the folder's; of its fields only `window`,
+`page`, `topk_pages`, `precision`, `exact`, `impl`, `remat`, `pattern` ('f', if it
+is not overridden) and `max_context` (at most that of both) may be others.
 
 The tokens are those of `--text`, a file in UTF-8, or of `--trajectories`, the
 trajectory files of a run (a comma list of names and patterns); by default the
@@ -169,12 +176,14 @@ def _precision(args, overrides):
 def _policy(args, overrides, meshes=()):
   """Loads the policy that the flags name; all meshes find their devices."""
   from agentic_rl import setup_run
+  from agentic_rl.diagnostics import huggingface_policy
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.parallel import mesh
 
   config = common.override_words(common.load(args.config), overrides)
   run = args.workdir or mismatch_run.run_of(args.checkpoint)
-  if not (args.workdir or args.checkpoint or args.fresh):
+  named = args.workdir or args.checkpoint or args.huggingface
+  if not (named or args.fresh):
     usual = common.default_workdir(args.config, config.seed)
     run = args.workdir = usual if mismatch_run.has_checkpoint(usual) else ''
   if run:
@@ -186,6 +195,8 @@ def _policy(args, overrides, meshes=()):
     config = common.override_words(config, overrides)
   mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
+  if args.huggingface:
+    return huggingface_policy.load(config, args.huggingface, overrides)
   return mismatch_run.load(
       config, workdir=args.workdir, checkpoint=args.checkpoint
   )
@@ -229,6 +240,12 @@ def _parse(argv):
         default='',
         metavar='DIR',
         help='a folder of checkpoints, as RUN/checkpoints/rl, or one of them',
+    )
+    policy.add_argument(
+        '--huggingface',
+        default='',
+        metavar='DIR',
+        help='a local folder in Hugging Face format, of Qwen3 or Qwen3-MoE',
     )
     policy.add_argument(
         '--fresh', action='store_true', help='weights that were never trained'
