@@ -195,7 +195,7 @@ def setup(config: Any, workdir: pathlib.Path) -> Run:
       run.summary = _finished(workdir)
     if run.summary is None:
       _build(run)
-    if run.fresh:  # nothing is wrong with this config: the directory is its own
+    if run.summary is None:  # from here on it runs, with what may have changed
       common.save_resolved(config, workdir / RESOLVED)
   except ValueError as error:
     run.stack.close()

@@ -61,5 +61,8 @@ def check_writable(path: str) -> None:
     OSError: it can not.
   """
   if path not in ('', '-'):
+    new = not pathlib.Path(path).exists()
     with open(path, 'a', encoding='utf-8'):
       pass
+    if new:  # nothing is left behind if the work fails
+      pathlib.Path(path).unlink()

@@ -13,7 +13,8 @@ to `tokens[i]` after `tokens[:i]`, at the temperature of the config and before
 top-k or top-p; null where it is not known, as it is for the first. An optional
 `"routes": [[[3, 0], …], …]` names the experts of each token, layer by layer of
 those that have experts, in slot order, -1 where they are not known. Other keys
-are ignored, and so are empty lines.
+are ignored, and so are empty lines. (A run's own rollouts `rl-00000N` were
+drawn by the weights of its checkpoint N - 1.)
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ class Source:
     return sum(sum(s.draws) for s in self.scripts)
 
 
-def from_traffic(cfg: PolicyConfig, positions: int, seed: int = 0) -> Source:
-  """Returns random traffic of at least so many drawn tokens."""
+def from_traffic(
+    cfg: PolicyConfig, positions: int, seed: int = 0, sequences: int = 1
+) -> Source:
+  """Returns random traffic of at least so many drawn tokens and sequences."""
   scripts: list[traffic.Script] = []
   drawn = 0
-  while drawn < positions:
+  while drawn < positions or len(scripts) < sequences:
     more = traffic.draw_scripts(cfg, 64, seed + len(scripts), len(scripts))
     for script in more:
-      if drawn < positions:
+      if drawn < positions or len(scripts) < sequences:
         scripts.append(script)
         drawn += sum(script.draws)
   return Source('random traffic, drawn by the policy', tuple(scripts), True)

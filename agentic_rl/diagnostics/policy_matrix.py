@@ -42,6 +42,7 @@ from kernels_pallas import numerics as nx
 
 MESHES = ('data=8', 'data=2,expert=4', 'fsdp=8', 'context=8')
 AT_ONCE = 256  # sequences of the recording
+LEAST = 16  # and at least so many, so that pages are shared and evicted
 # Of this share of the sequences the slow engines are made to sample.
 FEW = 8
 
@@ -215,7 +216,7 @@ class _Matrix:
   def __init__(self, cfg, weights, sampling, seed, positions):
     self.cfg, self.weights, self.sampling = cfg, weights, sampling
     self.seed = seed
-    source = mismatch_tokens.from_traffic(cfg, positions, seed)
+    source = mismatch_tokens.from_traffic(cfg, positions, seed, LEAST)
     self.scripts = source.scripts
     few = max(2, len(self.scripts) // FEW)
     self.few = self.scripts[:few]
