@@ -92,7 +92,9 @@ def _block(
   for name, value in fields.items():
     if value is not None:
       own = value[mine, span]
-      out[name] = np.ascontiguousarray(own.reshape(-1, *own.shape[2:]))
+      # Not -1: routes of a policy without routers hold nothing.
+      flat = own.reshape(own.shape[0] * own.shape[1], *own.shape[2:])
+      out[name] = np.ascontiguousarray(flat)
   if 'routes' in out:
     out |= routing.split(out['routes'])
   out['positions_BT'] = batch.positions_BT[mine]
