@@ -590,5 +590,6 @@ def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
   }
   if load.size:
     mean = load.mean(-1, keepdims=True).clip(1e-9)
+    out['router/compared'] = s['routed']
     out['router/max_load'] = float((load / mean).max())
   return out
