@@ -67,8 +67,9 @@ from launch import reports
 
 def _mismatch(args, overrides):
   reports.check_writable(args.html)
-  for path in filter(None, (args.text, args.against)):
-    open(path, encoding='utf-8').close()
+  text = _read(args.text) if args.text else ''
+  if args.against:
+    open(args.against, encoding='utf-8').close()
   from agentic_rl.diagnostics import mismatch_report  # JAX loads only now
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.diagnostics import mismatch_tokens as tokens_lib
@@ -83,7 +84,6 @@ def _mismatch(args, overrides):
     )
   else:
     if args.text:
-      text = pathlib.Path(args.text).read_text(encoding='utf-8')
       source = tokens_lib.from_text(
           text, policy.tokenizer(), cfg, args.positions, seed
       )
@@ -109,6 +109,7 @@ def _mismatch(args, overrides):
 
 def _exactness(args, overrides):
   from agentic_rl.diagnostics import policy_matrix  # JAX loads only now
+  from agentic_rl.parallel import mesh
   from agentic_rl.rollout import engine
 
   usual = args.meshes is None
@@ -116,6 +117,8 @@ def _exactness(args, overrides):
   policy = _policy(args, overrides, meshes)
   reports.note(f'policy: {policy.origin}')
   own = policy.config.get('mesh', '')
+  if mesh.make(own).mesh is None:
+    own = ''
   if usual:
     meshes = policy_matrix.fitting(policy.cfg, meshes)
   report = policy_matrix.measure(
@@ -157,14 +160,17 @@ def _policy(args, overrides, meshes=()):
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.parallel import mesh
 
-  config = common.override_words(common.load(args.config), overrides)
+  named = common.load(args.config)
+  config = common.override_words(named.copy_and_resolve_references(), overrides)
   run = args.workdir or mismatch_run.run_of(args.checkpoint)
   if not (args.workdir or args.checkpoint or args.fresh):
     usual = common.default_workdir(args.config, config.seed)
     run = args.workdir = usual if mismatch_run.has_checkpoint(usual) else ''
   if run:
     path = pathlib.Path(run) / setup_run.RESOLVED
-    config = common.override_words(common.load_resolved(path), overrides)
+    saved = common.load_resolved(path)
+    common.check_kinds(saved, named, path)
+    config = common.override_words(saved, overrides)
   mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
   return mismatch_run.load(
@@ -172,11 +178,19 @@ def _policy(args, overrides, meshes=()):
   )
 
 
+def _read(path: str) -> str:
+  try:
+    return pathlib.Path(path).read_text(encoding='utf-8')
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{path} is no text in UTF-8: {error}') from None
+
+
 def _positive(text: str) -> int:
-  value = int(text)
-  if value < 1:
-    raise ValueError
-  return value
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(
+        f'{text!r} is not allowed; whole numbers from 1 are'
+    )
+  return int(text)
 
 
 def _parse(argv):
