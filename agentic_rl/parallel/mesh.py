@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 
 AXES = ('data', 'fsdp', 'expert', 'context')
 ROW_AXES = ('data', 'fsdp', 'expert')
+MOST_HOST_DEVICES = 256  # that a CPU is shown as; `make` refuses more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +274,7 @@ def host_devices(*texts: str) -> None:
   # would wait for each other for ever.
   jax.config.update('jax_cpu_enable_async_dispatch', False)
   try:
-    jax.config.update('jax_num_cpu_devices', count)
+    jax.config.update('jax_num_cpu_devices', min(count, MOST_HOST_DEVICES))
   except RuntimeError as error:
     if jax.default_backend() == 'cpu' and len(jax.devices()) < count:
       raise ValueError(

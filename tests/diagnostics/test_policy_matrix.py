@@ -115,6 +115,8 @@ def test_meshes_that_fit():
         CFG, samples.weights(CFG), sampling=SAMPLING, positions=20,
         meshes=['expert=8'],
     )  # fmt: skip
+  with pytest.raises(ValueError, match="mesh='data=1' is one device"):
+    policy_matrix.measure(CFG, {}, sampling=SAMPLING, meshes=['data=1'])
   with pytest.raises(ValueError, match='temperature=0'):
     policy_matrix.measure(
         CFG, {}, sampling=engine_lib.Sampling(temperature=0.0)

@@ -58,6 +58,12 @@ def test_too_few_devices_are_said():
   mesh.host_devices('data=8')  # there are as many
 
 
+def test_a_host_is_not_shown_as_any_number_of_devices():
+  assert len(jax.devices()) == 8
+  with pytest.raises(ValueError, match='needs 9{15} devices: this process'):
+    mesh.host_devices('data=' + 15 * '9')
+
+
 def test_one_device_needs_no_mesh():
   assert mesh.make('') == mesh.make('data=1,context=1') == mesh.SINGLE
   assert mesh.SINGLE.size() == mesh.SINGLE.size('data') == 1
