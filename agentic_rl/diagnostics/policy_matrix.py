@@ -219,6 +219,8 @@ class _Matrix:
     few = max(2, len(self.scripts) // FEW)
     self.few = self.scripts[:few]
     self.recorded = traffic.play(self.engine(AT_ONCE), self.scripts)
+    if not all(np.isfinite(p.logp).all() for p in self.recorded.values()):
+      raise ValueError('the log-probs of the policy are not finite numbers')
     examples = traffic.examples(self.scripts, self.recorded)
     order = np.random.default_rng(seed).permutation(len(examples))
     self.examples, self.shuffled = examples, [examples[i] for i in order]
@@ -373,7 +375,8 @@ def measure(
     `side`, `arm` and `seconds`; `exact`, whether nothing differs.
 
   Raises:
-    ValueError: a value does not fit the policy or the machine.
+    ValueError: a value does not fit the policy or the machine, or the policy
+      gives no finite log-probs.
   """
   if not sampling.temperature > 0:
     raise ValueError('sampling.temperature=0: allowed is a value above 0')

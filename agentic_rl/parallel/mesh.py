@@ -195,8 +195,12 @@ class Parallel:
     return x if self.mesh is None else lax.psum(x, names or AXES)
 
   def max(self, x):
-    """Takes the maximum of a tree over all devices."""
-    return x if self.mesh is None else lax.pmax(x, AXES)
+    """Takes the maximum of a tree over all devices; of a NaN it is infinite."""
+    if self.mesh is None:
+      return x
+    # A maximum over CPU devices would lose a NaN.
+    known = jax.tree.map(lambda a: jnp.where(jnp.isnan(a), jnp.inf, a), x)
+    return lax.pmax(known, AXES)
 
 
 SINGLE = Parallel()

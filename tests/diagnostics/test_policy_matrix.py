@@ -50,6 +50,13 @@ def test_the_control_differs():
   assert policy_matrix.table(report).endswith('\nNOT exact')
 
 
+def test_no_number_is_not_exact():
+  weights = samples.weights(CFG)
+  weights['final_norm'] = weights['final_norm'].at[0].set(np.nan)
+  with pytest.raises(ValueError, match='not finite'):
+    policy_matrix.measure(CFG, weights, sampling=SAMPLING, positions=20)
+
+
 @pytest.fixture(scope='module')
 def recorded():
   scripts = samples.traffic(CFG, 12, 1)

@@ -131,6 +131,18 @@ def test_an_exchange_returns():
       )
 
 
+@pytest.mark.parametrize('place', [None, 0, 2, 3])
+def test_a_maximum_keeps_what_is_no_number(place):
+  parallel = mesh.make('data=2,fsdp=2')
+  own = parallel.by_device().spec
+  program = jax.jit(parallel.map(lambda x: parallel.max(x), own, own))
+  values = np.asarray([0, 3, 1, 2], np.float32)
+  if place is not None:
+    values[place] = np.nan
+  want = 3 if place is None else np.inf
+  np.testing.assert_array_equal(program(values), [want] * 4)
+
+
 def test_gradients_are_summed_where_weights_are_copied():
   """d/dw of Σ over devices of x_i · w, w cut over fsdp only."""
   parallel = mesh.make('data=2,fsdp=2,context=2')
