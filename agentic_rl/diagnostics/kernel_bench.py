@@ -73,6 +73,8 @@ class Result:
     goal: largest ratio that is aimed at.
     spills: vector stores in the listings of our kernels.
     vmem_bytes: of our largest kernel.
+    hbm_bytes: that our kernels copy, see `tpu_cost.OpCost`.
+    peer_hbm_bytes: the same of the peer.
     mxu_share: share of our bundles in which full matrix units would do the
       useful work, flops / (bf16_flops / clock_hz) / ours.
     around: bundles of XLA's ops around our kernels and the peer's, which are
@@ -88,6 +90,8 @@ class Result:
   goal: float
   spills: int
   vmem_bytes: int
+  hbm_bytes: float | None
+  peer_hbm_bytes: float | None
   mxu_share: float
   around: tuple[int, int]
 
@@ -146,6 +150,8 @@ def _measure_case(case: Case, chip: str) -> Result:
       goal=case.goal,
       spills=ours.spills,
       vmem_bytes=ours.vmem_bytes,
+      hbm_bytes=ours.hbm_bytes,
+      peer_hbm_bytes=peer.hbm_bytes,
       mxu_share=case.flops / flops_per_cycle / ours.bundles,
       around=(ours.around, peer.around),
   )
@@ -153,11 +159,12 @@ def _measure_case(case: Case, chip: str) -> Result:
 
 @dataclasses.dataclass(frozen=True)
 class _Measured:
-  """A side: bundles and spills of what counts, bundles of the rest."""
+  """A side: bundles and memory of what counts, bundles of the rest."""
 
   bundles: int
   spills: int
   vmem_bytes: int
+  hbm_bytes: float | None
   around: int
 
 
@@ -175,10 +182,12 @@ def _measure_side(side: Side, chip: str) -> _Measured:
         f'{side.name} on {chip}: no kernel, or loops without stated'
         f' trips\n{found}'
     )
+  copied: list[Any] = [op.hbm_bytes for op in counted]
   return _Measured(
       round(sum(op.bundles or 0 for op in counted)),
       sum(op.spills for op in counted),
       max(op.vmem_bytes for op in counted),
+      None if None in copied else round(sum(copied)),
       round(sum(op.bundles or op.listed for op in rest)),
   )
 
@@ -188,18 +197,24 @@ def table(results: Sequence[Result], failures: Mapping[str, str]) -> str:
   lines = [
       'executed bundles: issue cycles, without DMA waits and contention for'
       ' HBM; below 10-15 % is a tie.',
-      "XLA: bundles of the ops around the kernels, ours and the peer's; they"
-      ' are in no other column.',
+      'VMEM: MiB of our largest kernel. HBM: MB that are copied, at most, ours'
+      " and the peer's. XLA: bundles of the ops around the kernels, ours and the"
+      " peer's; they are in no other column.",
       f'{"op":32s} {"chip":4s} {"ours":>8s} {"peer":>8s} {"ratio":>5s}'
-      f' {"goal":>5s} {"MXU":>4s} {"spills":>6s} {"MiB":>5s} {"XLA":>15s}  peer',
+      f' {"goal":>5s} {"MXU":>4s} {"spills":>6s} {"VMEM":>5s} {"HBM":>11s}'
+      f' {"XLA":>15s}  peer',
   ]
   for r in results:
     around = f'{r.around[0]}/{r.around[1]}'
+    hbm = '/'.join(
+        '?' if n is None else f'{n / 1e6:.0f}'
+        for n in (r.hbm_bytes, r.peer_hbm_bytes)
+    )
     lines.append(
         f'{r.op:32s} {r.chip:4s} {r.ours:8d} {r.peer:8d} {r.ratio:5.2f}'
         f' {r.goal:5.2f} {r.mxu_share:4.0%} {r.spills:6d}'
-        f' {r.vmem_bytes / 2**20:5.1f} {around:>15s}  {r.peer_name}'
-        + ', goal missed' * (r.ratio > r.goal)
+        f' {r.vmem_bytes / 2**20:5.1f} {hbm:>11s} {around:>15s}'
+        f'  {r.peer_name}' + ', goal missed' * (r.ratio > r.goal)
     )
   lines += [f'{op}: not measured: {why}' for op, why in failures.items()]
   return '\n'.join(lines)

@@ -11,7 +11,7 @@ The work: T = 2048 tokens in one packed row, N = 16 query heads, K = 4 KV heads,
 H = 128; 32768 tokens of which each KV head of a token selects 16 past pages of
 128; decode of 64 sequences at 2048 tokens; 2048 rows of 1024 for 8 experts;
 a vocabulary of 32768; bfloat16. Kernels are compiled with their operands as
-arguments of the program; XLA may place small ones in VMEM, on both sides.
+arguments of the program, which lie in HBM.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def our_attention(
   from kernels_pallas.paged_attention import layout as layouts
   from kernels_pallas.paged_attention import ops
   from kernels_pallas.paged_attention import pallas_tpu
+  from kernels_pallas.paged_attention import pallas_tpu_backward
 
   def run(q, kv, layout, selected=None):
     return ops.paged_attention(
@@ -140,17 +141,19 @@ def our_attention(
     fun, args = _only_backward(run, args, lambda g: g[:2])
   if window is not None:
     return fun, args
-  # A tile walks over the pages before its own; the backward one at a time.
+  # A tile walks over the pages before its own, some at a time.
   heads, *_, tiles = _grid(fun, args)
-  at_once = 1
-  if not backward:
-    group = HEADS // KV_HEADS
-    *_, at_once = pallas_tpu.walk_plan(PAGE, KV_HEADS, group, True, sparse)
   past = np.tile(np.arange(tiles) * TOKENS // tiles // PAGE, heads)
   if sparse:  # the pages that some token of the tile selected
     union = selections().reshape(tiles, tokens // tiles, heads, -1).any(1)
     past = union.sum(-1)
-  loops = [int(-(-past // at_once).sum())]
+  if backward:  # what is left goes one by one
+    at_once = pallas_tpu_backward.AT_ONCE
+    loops = [int((past // at_once).sum()), int((past % at_once).sum())]
+  else:
+    group = HEADS // KV_HEADS
+    *_, at_once = pallas_tpu.walk_plan(PAGE, KV_HEADS, group, True, sparse)
+    loops = [int(-(-past // at_once).sum())]
   return fun, args, {'paged_attention': dict(loops=loops)}
 
 

@@ -223,11 +223,7 @@ def measure(
       )
       for p in (a, b)
   ]
-  rng = np.random.default_rng(seed)
-  openings = [np.asarray(p, np.int32) for p in prompts] or [
-      rng.integers(0, cfg.vocab, PROMPT, np.int32) for _ in range(sequences)
-  ]
-  openings = [openings[i % len(openings)] for i in range(sequences)]
+  openings = _openings(prompts, cfg.vocab, sequences, seed)
   longest = max(map(len, openings))
   if not 0 < own < context - longest:
     raise ValueError(
@@ -265,6 +261,15 @@ def measure(
       'exact': exact,
       'holds': not any(e[k] for e in exact.values() for k in differ),
   }
+
+
+def _openings(prompts, vocab: int, count: int, seed: int) -> list[np.ndarray]:
+  """Returns so many prompts: those given, in turn, or random ones."""
+  given = [np.asarray(p, np.int32) for p in prompts]
+  if given:
+    return [given[i % len(given)] for i in range(count)]
+  rng = np.random.default_rng(seed)
+  return [rng.integers(0, vocab, PROMPT, np.int32) for _ in range(count)]
 
 
 def _columns(item, one, two, heads, temperature) -> dict[str, np.ndarray]:

@@ -46,18 +46,21 @@ _FLAGS = (
     '--xla_jf_dump_to={0} --xla_jf_dump_llo_text=true'
     ' --xla_jf_dump_llo_pass_label_regex='
     '(final|packed-bundles-post-ra|utiliz).*'
+    # Operands stay in HBM; else XLA puts some of small programs into VMEM.
+    ' --xla_msa_enable=false'
 )
-_PROFILE = ' --xla_jf_dump_static_llo_profile_to={0}/profile'
 # After register allocation, so that waiting for results still shows.
 _LISTING = 'packed-bundles-post-ra'
 _UTILIZATION = 'pre-delay_hlo-static-per-bundle-utilization'
 _ALLOCATIONS = 'pre-finalize-registers-and-allocations'
 _ALLOCATION = re.compile(r'space=vmem, size = (0x[0-9a-f]+|\d+)')
-_ESTIMATE = re.compile(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)')
 _EXCEPTION = re.compile(r'^[\w.]*(?:Error|Exception)\b', re.MULTILINE)
 _KERNEL = re.compile(
     r'%(\S+) = [^\n]*custom-call[^\n]*custom_call_target="tpu_custom_call"'
 )
+
+
+GRANULE = 32  # bytes of a unit in which copies are measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +73,11 @@ class OpCost:
     bundles: executed; None if the trips of a loop are not known.
     mxu: executed instructions of the matrix unit; None with `bundles`.
     listed: bundles in the listing.
-    estimated_cycles: of libtpu's static simulator, None where it gives none. It
-      misleads about kernels whose blocks depend on data.
     spills: stores of vector registers in the listing.
     fills: loads of spilled registers in the listing.
     vmem_bytes: scratch and blocks of the pipeline.
+    hbm_bytes: copied from HBM and to it, at most: a copy that depends on data
+      counts as made; None where a size does.
     parts: loops and regions in the order of the listing.
   """
 
@@ -83,10 +86,10 @@ class OpCost:
   bundles: float | None
   mxu: float | None
   listed: int
-  estimated_cycles: int | None
   spills: int
   fills: int
   vmem_bytes: int
+  hbm_bytes: float | None
   parts: tuple[tpu_listing.Part, ...]
 
   @property
@@ -126,30 +129,21 @@ def measure(
   """
   if chip not in tpu_compiler.CHIPS:
     raise ValueError(f'chip={chip!r}: allowed are {sorted(tpu_compiler.CHIPS)}')
-  code, error = 1, ''
-  for profile in (True, False):
-    with tempfile.TemporaryDirectory() as folder:
-      (pathlib.Path(folder) / 'profile').mkdir()
-      code, error = _run_child(
-          fun_path, kwargs, chip, folder, profile, timeout_s
-      )
-      if code == 0:
-        return read_folder(pathlib.Path(folder))
-    if code > 0:  # below zero: the simulator aborts over what it does not know
-      break
+  with tempfile.TemporaryDirectory() as folder:
+    code, error = _run_child(fun_path, kwargs, chip, folder, timeout_s)
+    if code == 0:
+      return read_folder(pathlib.Path(folder))
   # The exception that ended the child, without the frames above it.
   ends = [m.start() for m in _EXCEPTION.finditer(error)]
   error = error[ends[-1] :][:800] if ends else error[-800:]
   raise RuntimeError(f'{fun_path} {dict(kwargs)} on {chip}: {error.strip()}')
 
 
-def _run_child(
-    fun_path, kwargs, chip, folder, profile, timeout_s
-) -> tuple[int, str]:
+def _run_child(fun_path, kwargs, chip, folder, timeout_s) -> tuple[int, str]:
   """Returns the child's exit code and what it wrote to standard error."""
   paths = [str(_ROOT), os.environ.get('PYTHONPATH', '')]
   env = os.environ | {
-      'LIBTPU_INIT_ARGS': (_FLAGS + _PROFILE * profile).format(folder),
+      'LIBTPU_INIT_ARGS': _FLAGS.format(folder),
       'JAX_PLATFORMS': 'cpu',
       'JAX_ENABLE_COMPILATION_CACHE': 'false',  # a hit would write no listing
       'PYTHONPATH': os.pathsep.join(p for p in paths if p),
@@ -191,9 +185,6 @@ def read_folder(folder: pathlib.Path) -> list[OpCost]:
     RuntimeError: if there is no dump.
   """
   facts = json.loads((folder / 'facts.json').read_text(encoding='utf-8'))
-  estimates: dict[str, str] = {}
-  for path in (folder / 'profile').iterdir():
-    estimates |= dict(_ESTIMATE.findall(path.read_text(errors='replace')))
   ops = []
   for path in sorted(folder.glob(f'*-{_LISTING}.txt')):
     match = re.fullmatch(rf'\d+-(.+)-\d+-{_LISTING}\.txt', path.name)
@@ -209,7 +200,6 @@ def read_folder(folder: pathlib.Path) -> list[OpCost]:
             match[1],
             *(p.read_text(errors='replace') for p in dumps),
             kernel=match[1] in facts['kernels'],
-            estimated_cycles=estimates.get(match[1]),
             runs=runs[0] if runs else {},
         )
     )
@@ -225,7 +215,6 @@ def read_op(
     allocations: str,
     *,
     kernel: bool = True,
-    estimated_cycles=None,
     runs: Mapping[str, Any] | None = None,
 ) -> OpCost:
   """Reads the dumps of one op.
@@ -236,7 +225,6 @@ def read_op(
     utilization: how many instructions of each unit they hold, a row each.
     allocations: its memory.
     kernel: whether it is a Pallas kernel.
-    estimated_cycles: of the static simulator, or None.
     runs: keyword arguments of `tpu_listing.count`.
 
   Raises:
@@ -258,10 +246,10 @@ def read_op(
           else None
       ),
       listed=len(count.times),
-      estimated_cycles=estimated_cycles and int(estimated_cycles),
       spills=sum(units['VSTORE:SPILL']),
       fills=sum(units['VLOAD:FILL']),
       vmem_bytes=sum(int(x, 0) for x in _ALLOCATION.findall(allocations)),
+      hbm_bytes=None if count.copied is None else GRANULE * count.copied,
       parts=tuple(count.parts),
   )
 
@@ -281,8 +269,8 @@ def describe(op: OpCost) -> str:
   """Returns a line about an op and one for each of its larger parts."""
   lines = [
       f'{op.name}: {op.bundles} bundles ({op.listed} listed), MXU {op.mxu},'
-      f' estimated {op.estimated_cycles}, spills {op.spills}, fills'
-      f' {op.fills}, VMEM {op.vmem_bytes}'
+      f' spills {op.spills}, fills'
+      f' {op.fills}, VMEM {op.vmem_bytes}, HBM {op.hbm_bytes}'
   ]
   for part in op.parts:
     if part.size >= tpu_listing.LEAST or part.data:

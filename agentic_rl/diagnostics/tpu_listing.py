@@ -10,6 +10,9 @@ exactly. What is read from memory is not known; a branch on it is one of
   * a loop that depends on data: its trips must be stated, in all;
   * a region that depends on data: counted as run each time, or as stated.
 
+Copies between HBM and the core are counted with their sizes in the same way; one
+under a predicate that depends on data counts as made each time.
+
   b:   { %s1_s0 = smov 0 }                    a bundle: `;;` between its units
   b+1 LB: > { %s2_s0 = sphi %s1_s0, %s3_s0 }  names end in the register they use
   b+9  : > { %9 = sbr.rel (!%p4_p1) target bundleno = 1 }
@@ -39,6 +42,9 @@ _BRANCH = re.compile(
     r'sbr\.rel (?:\((!?)(%p\w+?_(p\d+))\) )?target bundleno = (\d+)'
 )
 _SLOT = re.compile(r'\[smem:\[#(\w+_spill)\]\]')
+_COPY = re.compile(
+    r'dma\.(?:hbm_to_[vs]mem|[vs]mem_to_hbm)\b(?: \[[^\]]*\])?(.*)', re.S
+)
 _OPERAND = re.compile(
     r' = inlined_call_operand\.<no memory space> \[shape: s32\[\], index: (\d+),'
 )
@@ -92,10 +98,12 @@ class Count:
   Attributes:
     times: for each bundle, how often it is issued; None if not known.
     parts: in the order of the listing.
+    copied: granules that go from HBM or to it; None if not known.
   """
 
   times: list[float | None]
   parts: list[Part]
+  copied: float | None
 
 
 def count(
@@ -293,10 +301,65 @@ def _step(text: str) -> tuple[_Step, list[str]] | None:
   return step, names
 
 
-def _slice(bundles: list[str]) -> dict[int, list[_Step]]:
-  """Returns, by bundle, the instructions that branches depend on."""
+@dataclasses.dataclass
+class _Copy:
+  """A copy from HBM or to it.
+
+  Attributes:
+    size: operand that holds its granules.
+    guard: the predicate register under which it is made, if any.
+    negated: whether the guard is.
+    granules: copied so far, None if a size was not known.
+  """
+
+  size: str
+  guard: str = ''
+  negated: bool = False
+  granules: int | None = 0
+
+  def make(self, registers: dict[str, Any]) -> None:
+    """Adds its granules, unless the guard is known to fail."""
+    if self.guard and registers.get(self.guard) is self.negated:
+      return
+    size = _read(self.size, registers)
+    if size is None or self.granules is None:
+      self.granules = None
+    else:
+      self.granules += size
+
+
+def _copies(bundles: list[str]) -> tuple[dict[int, list[_Copy]], list[str]]:
+  """Returns the copies by bundle, and the names that they depend on."""
+  found: dict[int, list[_Copy]] = {}
+  names: list[str] = []
+  for i, text in enumerate(bundles):
+    for part in text.split(';;'):
+      match = _COPY.search(part)
+      if not match or 'shalt.err' in part:  # a check, not a copy
+        continue
+      rest, guard = match[1], _GUARD.search(match[1])
+      copy = _Copy('')
+      if guard:
+        copy.guard, copy.negated = guard[2], bool(guard[1])
+        names += [m[1] for m in _NAME.finditer(guard[0])]
+        rest = rest[: guard.start()] + rest[guard.end() :].lstrip(', ')
+      copy.size = rest.strip(' }').split(',')[1].strip()
+      names += [m[1] for m in _NAME.finditer(copy.size)]
+      found.setdefault(i, []).append(copy)
+  return found, names
+
+
+def _slice(
+    bundles: list[str], wanted: Sequence[str] = ()
+) -> dict[int, list[_Step]]:
+  """Returns, by bundle, the instructions that branches depend on.
+
+  Args:
+    bundles: of the listing.
+    wanted: names of which the same is needed.
+  """
   made: dict[str, list[tuple[int, _Step, list[str]]]] = {}
-  wanted = []
+  wanted = list(wanted)
   for i, text in enumerate(bundles):
     for part in text.split(';;'):
       part = part.strip(' {}')
@@ -332,7 +395,8 @@ class _Machine:
 
   def __init__(self, bundles: list[str], spans: list[_Span], scalars):
     self._size = len(bundles)
-    self._steps = _slice(bundles)
+    self.copies, names = _copies(bundles)
+    self._steps = _slice(bundles, names)
     self._branches: dict[int, tuple[str, bool, int, _Span]] = {}
     for span in spans:
       match = _BRANCH.search(bundles[span.branch])
@@ -341,6 +405,7 @@ class _Machine:
           match[3] or '', bool(match[1]), int(match[4]), span
       )  # fmt: skip
     stops = {*self._steps, *self._branches, *(s.end + 1 for s in spans)}
+    stops |= self.copies.keys()
     self._stops = sorted(stops)
     indices = sorted({int(i) for b in bundles for i in _OPERAND.findall(b)})
     if scalars and len(scalars) != len(indices):
@@ -386,6 +451,8 @@ class _Machine:
           (step.target, step.value(self._registers))
           for step in self._steps.get(at, ())
       ]
+      for copy in self.copies.get(at, ()):
+        copy.make(self._registers)
       if at in self._branches and jump is None:
         jump = self._decide(at)
         if jump is not None:
@@ -482,11 +549,17 @@ def _weigh(machine, spans, size, loops, regions) -> Count:
             place in asked_loops or place in asked_regions,
         )
     )
-  times = [
-      scale(n, 1.0 if holder is None else factors[holder])
-      for n, holder in zip(machine.times, inside)
-  ]
-  return Count(times, parts)
+  within = [1.0 if holder is None else factors[holder] for holder in inside]
+  times = [scale(n, factor) for n, factor in zip(machine.times, within)]
+  copied: float | None = 0.0
+  for i, copies in machine.copies.items():
+    for copy in copies:
+      factor = within[i] if copy.granules else 0.0
+      if copy.granules is None or factor is None or copied is None:
+        copied = None
+      else:
+        copied += copy.granules * factor
+  return Count(times, parts, copied)
 
 
 def _given(name, stated, asked, spans, left) -> dict[int, float]:

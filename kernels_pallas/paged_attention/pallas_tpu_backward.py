@@ -29,6 +29,7 @@ from kernels_pallas.paged_attention.visits import visits
 # Keys in bfloat16 and gradients in float32 of one row and head, twice each.
 ROW_BYTES = 96 << 20
 SLIDE_TOKENS = 128  # tokens of one grid step of a sliding window
+AT_ONCE = 4  # pages of a list that are visited in one step
 
 _BY_ROWS = (((1,), (0,)), ((), ()))  # cr, rh -> ch
 
@@ -140,31 +141,48 @@ def _row_bytes(length: int, both: int, dtype) -> int:
   return length * bytes_of_token
 
 
-def _step(shape, dq, q, g, facts, kv_ref, dkv_ref, page, seen, rows):
-  """One page: adds to its gradient, returns dq [depth, R] with its part."""
+def _step(shape, dq, q, g, facts, kv_ref, dkv_ref, pages):
+  """Some pages: adds to their gradients, returns dq [depth, R] with their part.
+
+  Nothing is written before all is computed, so that the matrix units have one
+  page while the vector units have another.
+
+  Args:
+    shape: sizes.
+    dq: so far.
+    q: queries [R, depth].
+    g: of the output, as q.
+    facts: log-sum-exp and rowsum(dO ∘ O), [2, R].
+    kv_ref: keys and values of the row, by page.
+    dkv_ref: their gradients.
+    pages: (page, which elements are seen or None, which rows or None) of each.
+  """
   dot, width = shape.numerics.dot, shape.width
-  kv = kv_ref[page]
-  # What no row sees may hold anything, and 0 · NaN is NaN.
-  kv = jnp.where(jnp.abs(kv) < 3e38, kv, jnp.zeros_like(kv))
-  k, v = (kv, kv) if shape.packed else (kv[:, :width], kv[:, width:])
-  bent = s = shape.bend(dot(k, q, forward._BY_WIDTH))
-  if seen is not None:
-    s = jnp.where(seen, s, -jnp.inf)
   lse, delta = facts[:1], facts[1:]
-  if rows is not None:
-    lse = jnp.where(rows, lse, forward._FAR)
-  p = jnp.exp2(s * shape.scale - lse)
-  ds = p * (dot(v, g, forward._BY_WIDTH) - delta) * width**-0.5
-  if shape.form.soft_cap:
-    ds *= 1 - bent * bent
-  p, ds = p.astype(kv.dtype), ds.astype(kv.dtype)
-  dk, dv = dot(ds, q, _BY_ROWS), dot(p, g, _BY_ROWS)
-  if shape.packed:
-    dkv_ref[page] += dk + dv
-  else:
-    dkv_ref[page, :, :width] += dk
-    dkv_ref[page, :, width:] += dv
-  return dq + dot(k, ds, forward._BY_KEY)
+  found = []
+  for page, seen, rows in pages:
+    kv = kv_ref[page]
+    # What no row sees may hold anything, and 0 · NaN is NaN.
+    kv = jnp.where(jnp.abs(kv) < 3e38, kv, jnp.zeros_like(kv))
+    k, v = (kv, kv) if shape.packed else (kv[:, :width], kv[:, width:])
+    bent = s = shape.bend(dot(k, q, forward._BY_WIDTH))
+    if seen is not None:
+      s = jnp.where(seen, s, -jnp.inf)
+    own = lse if rows is None else jnp.where(rows, lse, forward._FAR)
+    p = jnp.exp2(s * shape.scale - own)
+    ds = p * (dot(v, g, forward._BY_WIDTH) - delta) * width**-0.5
+    if shape.form.soft_cap:
+      ds *= 1 - bent * bent
+    p, ds = p.astype(kv.dtype), ds.astype(kv.dtype)
+    found.append((page, dot(ds, q, _BY_ROWS), dot(p, g, _BY_ROWS)))
+    dq += dot(k, ds, forward._BY_KEY)
+  for page, dk, dv in found:
+    if shape.packed:
+      dkv_ref[page] += dk + dv
+    else:
+      dkv_ref[page, :, :width] += dk
+      dkv_ref[page, :, width:] += dv
+  return dq
 
 
 # ------------------------------------------------------------ sliding windows
@@ -215,9 +233,7 @@ def _slide(q, g, facts, kv, first, dq, dkv, *, shape, own):
           facts[0, 0, :, part],
           kv,
           dkv,
-          jnp.maximum(number, 0),
-          seen,
-          mine,
+          [(jnp.maximum(number, 0), seen, mine)],
       )
     dq[0, 0, part] = total.T.astype(dq.dtype)
 
@@ -277,7 +293,7 @@ def _walk(q, g, facts, kv, walk, pos, *rest, shape):
   offsets = forward._iota((shape.page, 1), 0)
   query, grad, fact = q[0, 0], g[0, 0], facts[0, 0]
 
-  def visit(place, total, current=False):
+  def facts_of(place, current=False):
     number = walk[0, 0, 0, 2 + place]
     keys = number * shape.page + offsets
     seen = keys <= position if current else None
@@ -288,11 +304,19 @@ def _walk(q, g, facts, kv, walk, pos, *rest, shape):
     if chosen and not current:
       hit = jnp.where(chosen[0][0, 0] == number, 1.0, 0.0)
       mine = hit.max(0, keepdims=True) > 0
-    return _step(
-        shape, total, query, grad, fact, kv, dkv, begin + number, seen, mine
-    )
+    return begin + number, seen, mine
+
+  def visit(pages, total):
+    return _step(shape, total, query, grad, fact, kv, dkv, pages)
+
+  def several(i, total):
+    return visit([facts_of(i * AT_ONCE + j) for j in range(AT_ONCE)], total)
 
   total = jnp.zeros((shape.depth, rows), nx.F32)
-  total = lax.fori_loop(0, count - 1, visit, total)
-  total = visit(count - 1, total, current=True)
+  whole = lax.div(count - 1, jnp.int32(AT_ONCE))
+  total = lax.fori_loop(0, whole, several, total)
+  total = lax.fori_loop(
+      whole * AT_ONCE, count - 1, lambda i, t: visit([facts_of(i)], t), total
+  )
+  total = visit([facts_of(count - 1, current=True)], total)
   dq[0, 0] = total.T.astype(dq.dtype)

@@ -56,6 +56,29 @@ def test_a_region_on_data():
   assert tpu_listing.count(text).times[9] == 2  # counted as run
 
 
+def test_copies_of_hbm():
+  """Bundle 6 copies 8 granules unless the counter is 5, bundle 15 once 16."""
+  one = '%4 = dma.hbm_to_vmem [thread:$0] {}/*hbm=*/%s1_s2, /*n=*/{}, %s3_s0'
+  text = TINY.replace('0xf   :  {}', '0xf   :  { ' + one.format('', 16) + ' }')
+  assert tpu_listing.count(text).copied == 16
+  in_loop = one.format('(!%p8_p2), ', 8)
+  text = text.replace('0x6   :  {}', '0x6   :  { ' + in_loop + ' }')
+  assert tpu_listing.count(text).copied == 8 + 16  # of two rounds in one
+  assert tpu_listing.count(text.replace('(!%p8', '(%p8')).copied == 8 + 16
+  always = text.replace('(!%p8_p2), ', '')
+  assert tpu_listing.count(always).copied == 2 * 8 + 16
+  on_data = text.replace('(!%p8_p2)', '(%p77_p7)')
+  assert tpu_listing.count(on_data).copied == 2 * 8 + 16  # as made each time
+  checked = text.replace('%4 = dma', '%9 = shalt.err (%p1_p9) for %4 = dma')
+  assert tpu_listing.count(checked).copied == 0
+  by_counter = text.replace('/*n=*/8', '/*n=*/%s3_s0').replace(
+      '(!%p8_p2), ', ''
+  )
+  assert tpu_listing.count(by_counter).copied == 5 + 8 + 16
+  unknown = text.replace('/*n=*/16', '/*n=*/%s9_s4')
+  assert tpu_listing.count(unknown).copied is None
+
+
 def test_sums_by_hand():
   # 345 bundles; the loop over the grid, 12..340, makes 2x3 steps and two trips
   # to fill and empty the pipeline, in which 32..324 is skipped. The first and
@@ -154,6 +177,8 @@ RESULT = kernel_bench.Result(
     goal=1.2,
     spills=3,
     vmem_bytes=1 << 20,
+    hbm_bytes=3e6,
+    peer_hbm_bytes=None,
     mxu_share=0.5,
     around=(7, 8),
 )
@@ -182,11 +207,13 @@ def test_command(monkeypatch, tmp_path, capsys):
           'goal': 1.2,
           'spills': 3,
           'vmem_bytes': 1 << 20,
+          'hbm_bytes': 3e6,
+          'peer_hbm_bytes': None,
           'mxu_share': 0.5,
       }
   ]
   out = capsys.readouterr().out
-  assert 'goal missed' in out and '7/8' in out
+  assert 'goal missed' in out and '7/8' in out and '3/?' in out
   better = dataclasses.replace(RESULT, ratio=1.2)
   assert 'goal missed' not in kernel_bench.table([better], {})
   found[1]['more'] = 'why not'
@@ -218,7 +245,10 @@ def test_twice_the_rows_are_twice_the_trips():
   assert twice.mxu == 2 * once.mxu > 0
   assert 0 < once.bundles < twice.bundles < 2 * once.bundles
   assert once.vmem_bytes > 2 * (128 * 256 * 2 + 128 * 256 * 4)
-  assert once.estimated_cycles
+  # Rows in and out once, weights once: block indices decide what is copied.
+  rows, weights = 256 * (256 * 2 + 256 * 4), 256 * 256 * 2
+  assert once.hbm_bytes == rows + weights
+  assert twice.hbm_bytes == 2 * rows + weights
 
 
 @pytest.mark.tpu_compile

@@ -13,6 +13,7 @@ from kernels_pallas.paged_attention import form as forms
 from kernels_pallas.paged_attention import layout as layouts
 from kernels_pallas.paged_attention import ops
 from kernels_pallas.paged_attention import pallas_tpu
+from kernels_pallas.paged_attention import pallas_tpu_backward as backward_tpu
 from tests.kernels import samples
 from tests.kernels import streams
 
@@ -302,6 +303,21 @@ def test_row_values_and_gradients(dtype, impl, mode):
   # The gradient program's own forward has the bits of the plain one.
   plain = attend(dtype, mode, impl)(q, kv, SINKS, layout, selected)
   samples.same_bits(out, plain)
+
+
+@pytest.mark.parametrize('mode', ['full', 'block all'])
+def test_gradients_of_many_pages(mode):
+  """The TPU's kernel takes some pages at once, and the rest one by one."""
+  assert backward_tpu.AT_ONCE < 10
+  data = streams.world(lengths=(10 * streams.PAGE + 3, 7 * streams.PAGE))
+  q, kv, layout, place = streams.packed(data, [[0, 1]], 18 * streams.PAGE)
+  g = np.array(samples.normal(9, q.shape))
+  g[[i for i, p in enumerate(place) if p is None]] = 0
+  args = q, kv, g, layout, chosen(place, len(q))
+  _, grads = gradients('float32', mode, 'pallas')(*args)
+  _, expected = gradients('float32', mode, direct=True)(*args)
+  for a, b in zip(grads, expected):
+    samples.close(a, b)
 
 
 def test_gradients_of_pages_longer_than_a_block_of_queries(monkeypatch):
