@@ -1,17 +1,19 @@
 """Checks what this code promises.
 
-  python launch/verify.py mismatch [--config=configs/swe.py] [--fresh]
-      [--workdir=RUN | --checkpoint=DIR] [--text=FILE | --trajectories=FILES]
-      [--positions=50000] [--control] [--against=logs.jsonl]
-      [--json=FILE] [--html=FILE] [--config.FIELD=VALUE ...]
+  python launch/verify.py mismatch [--config=configs/swe.py]
+      [--fresh | --workdir=RUN | --checkpoint=DIR | --huggingface=DIR]
+      [--text=FILE | --trajectories=FILES | --against=logs.jsonl]
+      [--positions=50000] [--control] [--json=FILE] [--html=FILE]
+      [--config.FIELD=VALUE ...]
 
-  python launch/verify.py exactness [--config=configs/swe.py] [--fresh]
-      [--workdir=RUN | --checkpoint=DIR] [--positions=10000]
-      [--meshes MESH MESH …] [--json=FILE] [--config.FIELD=VALUE ...]
+  python launch/verify.py exactness [--config=configs/swe.py]
+      [--fresh | --workdir=RUN | --checkpoint=DIR | --huggingface=DIR]
+      [--positions=10000] [--meshes MESH MESH …] [--json=FILE]
+      [--config.FIELD=VALUE ...]
 
-  python launch/verify.py precision [--config=configs/swe.py] [--fresh]
-      [--workdir=RUN | --checkpoint=DIR] [--a=bfloat16] [--b=fp8]
-      [--context=4096] [--sequences=8] [--json=FILE]
+  python launch/verify.py precision [--config=configs/swe.py]
+      [--fresh | --workdir=RUN | --checkpoint=DIR | --huggingface=DIR]
+      [--a=bfloat16] [--b=fp8] [--context=4096] [--sequences=8] [--json=FILE]
       [--config.FIELD=VALUE ...]
 
 `mismatch` runs the same tokens through the sampler and through the learner and
@@ -22,6 +24,11 @@ a folder of checkpoints or one of them; the config of their run is used, with
 the overrides of the command line. Without either it is the run of the config in
 its usual directory (`runs/swe-seed0`), if there is one; else, and with
 `--fresh`, weights that were never trained.
+
+`--huggingface` reads a local folder in that format, of Qwen3 or Qwen3-MoE. The
+policy's shape and vocabulary are the folder's; of its fields only `window`,
+`page`, `topk_pages`, `precision`, `exact`, `impl`, `remat`, `pattern` ('f', if it
+is not overridden) and `max_context` (at most that of both) may be others.
 
 The tokens are those of `--text`, a file in UTF-8, or of `--trajectories`, the
 trajectory files of a run (a comma list of names and patterns); by default the
@@ -157,13 +164,15 @@ def _precision(args, overrides):
 def _policy(args, overrides, meshes=()):
   """Loads the policy that the flags name; all meshes find their devices."""
   from agentic_rl import setup_run
+  from agentic_rl.diagnostics import huggingface_policy
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.parallel import mesh
 
   named = common.load(args.config)
   config = common.override_words(named.copy_and_resolve_references(), overrides)
   run = args.workdir or mismatch_run.run_of(args.checkpoint)
-  if not (args.workdir or args.checkpoint or args.fresh):
+  named = args.workdir or args.checkpoint or args.huggingface
+  if not (named or args.fresh):
     usual = common.default_workdir(args.config, config.seed)
     run = args.workdir = usual if mismatch_run.has_checkpoint(usual) else ''
   if run:
@@ -173,6 +182,8 @@ def _policy(args, overrides, meshes=()):
     config = common.override_words(saved, overrides)
   mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
+  if args.huggingface:
+    return huggingface_policy.load(config, args.huggingface, overrides)
   return mismatch_run.load(
       config, workdir=args.workdir, checkpoint=args.checkpoint
   )
@@ -209,6 +220,7 @@ def _parse(argv):
     policy = command.add_mutually_exclusive_group()
     policy.add_argument('--workdir', default='', metavar='RUN')
     policy.add_argument('--checkpoint', default='', metavar='DIR')
+    policy.add_argument('--huggingface', default='', metavar='DIR')
     policy.add_argument('--fresh', action='store_true')
     reports.add_flag(command)
   exactness.add_argument('--positions', type=_positive, default=10_000)

@@ -32,6 +32,7 @@ from agentic_rl.learner import pack as pack_lib
 from agentic_rl.parallel import mesh
 from agentic_rl.policy import config as policy_config
 from agentic_rl.policy import forward as forward_lib
+from agentic_rl.policy import huggingface
 from agentic_rl.policy import model
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.rollout import engine as engine_lib
@@ -58,6 +59,7 @@ class Policy:
     config: the config of its run.
     origin: where the weights come from, for people.
     workdir: of its run, if there is one.
+    imported: the folder in the format of Hugging Face it was read from, if any.
   """
 
   cfg: policy_config.PolicyConfig
@@ -65,9 +67,12 @@ class Policy:
   config: Any
   origin: str
   workdir: pathlib.Path | None = None
+  imported: pathlib.Path | None = None
 
-  def tokenizer(self) -> tokenizer_lib.Tokenizer:
-    """Returns that of the run, or trains the one its config describes."""
+  def tokenizer(self) -> tokenizer_lib.Tokenizer | huggingface.Tokenizer:
+    """Returns that of its folder, or trains the one its config describes."""
+    if self.imported is not None:
+      return huggingface.tokenizer(self.imported)
     if self.workdir is not None:
       return tokenizer_lib.Tokenizer.load(self.workdir / 'tokenizer.json')
     return setup_run.train_tokenizer(self.config)

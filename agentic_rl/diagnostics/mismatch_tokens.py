@@ -30,6 +30,7 @@ import numpy as np
 
 from agentic_rl.diagnostics import traffic
 from agentic_rl.learner import pack as pack_lib
+from agentic_rl.policy import huggingface
 from agentic_rl.policy import tokenizer as tokenizer_lib
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.rollout import journal
@@ -152,7 +153,7 @@ def _read_journal(path: pathlib.Path):
 
 def from_text(
     text: str,
-    tokenizer: tokenizer_lib.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer | huggingface.Tokenizer,
     cfg: PolicyConfig,
     positions: int,
     seed: int = 0,

@@ -92,9 +92,9 @@ def _block(
   for name, value in fields.items():
     if value is not None:
       own = value[mine, span]
-      # Not -1: routes of a policy without routers hold nothing.
-      flat = own.reshape(own.shape[0] * own.shape[1], *own.shape[2:])
-      out[name] = np.ascontiguousarray(flat)
+      # Not -1: routes without layers have no size to tell it from.
+      own = own.reshape(count * length, *own.shape[2:])
+      out[name] = np.ascontiguousarray(own)
   if 'routes' in out:
     out |= routing.split(out['routes'])
   out['positions_BT'] = batch.positions_BT[mine]

@@ -41,7 +41,7 @@ from kernels_pallas.paged_attention.visits import visits
 LANES = 128
 ROWS = 256  # most rows of one score block
 WORK = 8  # score blocks of one step of `_walk`, over all its pages
-AHEAD = 2  # score blocks that are multiplied before their turn
+AHEAD = 4  # score blocks that are multiplied before their turn
 SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
 SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
 
