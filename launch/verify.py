@@ -168,8 +168,7 @@ def _policy(args, overrides, meshes=()):
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.parallel import mesh
 
-  named = common.load(args.config)
-  config = common.override_words(named.copy_and_resolve_references(), overrides)
+  config = common.override_words(common.load(args.config), overrides)
   run = args.workdir or mismatch_run.run_of(args.checkpoint)
   named = args.workdir or args.checkpoint or args.huggingface
   if not (named or args.fresh):
@@ -178,7 +177,7 @@ def _policy(args, overrides, meshes=()):
   if run:
     path = pathlib.Path(run) / setup_run.RESOLVED
     saved = common.load_resolved(path)
-    common.check_kinds(saved, named, path)
+    common.check_kinds(saved, common.load(args.config), path)
     config = common.override_words(saved, overrides)
   mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
