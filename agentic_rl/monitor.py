@@ -1,7 +1,7 @@
 """Watches that sampler and learner are the same policy, and acts when not.
 
 Two checks in every iteration: after a publication the sampler's weights have
-the hash of the learner's, and before an optimizer step the log-probs and routes
+the hash of the learner's, and all devices' copies of them are equal; and before an optimizer step the log-probs and routes
 recorded with the batch are those of the gradient program. An exact policy is
 expected to give zeros; the bounds of `config.alerts` on `mismatch/*` and
 `router/flip*` hold for every policy. `config.learner.on_mismatch` says what
@@ -27,6 +27,8 @@ ZEROS = (
     'mismatch/unequal_bits', 'router/flips', 'mismatch/max_abs_ratio_dev',
     WEIGHTS,
 )  # fmt: skip
+# Where nothing is compared, nothing differs: these are never 0.
+COMPARED = ('mismatch/compared', 'router/compared')
 BOUNDED = ('mismatch/', 'router/flip')
 
 
@@ -45,19 +47,25 @@ def publish(run: setup_run.Run, weights: Any, version: int) -> dict[str, Any]:
   Returns:
     `publish/weights_hash`, hex digits of the first engine's weights;
     `publish/bytes_moved`, 0 if engines read the learner's own memory;
-    `publish/unequal_weights`, how many engines hold other weights.
+    `publish/unequal_weights`, how many engines hold other weights, and how many
+    devices another copy of them than the first.
 
   Raises:
-    MismatchError: an engine holds other weights, and the run stops on it.
+    MismatchError: one holds other weights, and the run stops on it.
   """
   run.engine.load_params(weights, version)
   want, have = identity.weights_hash(weights), run.engine.weights_hashes
   unequal = sum(h != want for h in have)
-  if unequal:
+  # A hash is that of one copy.
+  trees = {id(tree): tree for tree in (weights, *run.engine.weights)}
+  apart = sum(map(identity.unequal_devices, trees.values()))
+  if unequal or apart:
     text = (
         f'after the publication of version {version} the learner holds weights'
-        f' of hash {want}, the sampler of {", ".join(have)}'
+        f' of hash {want}, the sampler of {", ".join(have)}; {apart} devices'
+        ' hold other copies than the first'
     )
+    unequal += apart
     _act(run, version, WEIGHTS, unequal, text)
   return {
       'publish/weights_hash': have[0],
@@ -79,6 +87,9 @@ def may_apply(run: setup_run.Run, step: int, stats: Mapping[str, Any]) -> bool:
   """
   zeros = ZEROS if run.policy.exact else (WEIGHTS,)
   wrong = {name: '0 expected' for name in zeros if stats[name]}
+  for name in COMPARED:
+    if run.policy.exact and not stats.get(name, 1):
+      wrong[name] = 'above 0 expected'
   for name, value in stats.items():
     if name.startswith(BOUNDED):
       if why := run.metrics.out_of_bounds(name, value):
@@ -86,7 +97,7 @@ def may_apply(run: setup_run.Run, step: int, stats: Mapping[str, Any]) -> bool:
   if not wrong:
     return True
   name = next(iter(wrong))
-  if name in zeros or run.config.learner.on_mismatch == 'stop':
+  if name in (*zeros, *COMPARED) or run.config.learner.on_mismatch == 'stop':
     # Else the alert comes when the metrics are logged.
     details = ', '.join(f'{n} = {stats[n]:.4g}, {w}' for n, w in wrong.items())
     text = (

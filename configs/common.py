@@ -328,6 +328,37 @@ def load_resolved(path: str | pathlib.Path) -> ConfigDict:
   return locked(ConfigDict(_tuples(value)))
 
 
+def check_kinds(
+    config: ConfigDict, like: ConfigDict, path: str | pathlib.Path
+) -> None:
+  """Checks that a saved config can be read as another one is.
+
+  Fields of either that the other lacks are no mistake: runs are older or newer
+  than the code. Whole groups of fields must be there.
+
+  Args:
+    config: the saved one.
+    like: a config of the code.
+    path: of the file, for the message.
+
+  Raises:
+    ConfigError: a group is missing, or a value is of another type.
+  """
+  have = fields(config)
+  for key, old in fields(like).items():
+    group = key.split('.')[0]
+    if '.' in key and not _is_group(config, group):
+      raise ConfigError(f'{path}: no fields {group}.*')
+    new = have.get(key, old)
+    kinds = (int, float) if type(old) is float else (type(old),)
+    if type(new) not in kinds:
+      raise ConfigError(f'{path}: {_type_message(key, old, new)}')
+
+
+def _is_group(config: ConfigDict, name: str) -> bool:
+  return name in config and _is_dict(config, name)
+
+
 def _tuples(value: Any) -> Any:
   if isinstance(value, dict):
     return {k: _tuples(v) for k, v in value.items()}

@@ -76,8 +76,9 @@ from launch import reports
 
 def _mismatch(args, overrides):
   reports.check_writable(args.html)
-  for path in filter(None, (args.text, args.against)):
-    open(path, encoding='utf-8').close()
+  text = _read(args.text) if args.text else ''
+  if args.against:
+    open(args.against, encoding='utf-8').close()
   from agentic_rl.diagnostics import mismatch_report  # JAX loads only now
   from agentic_rl.diagnostics import mismatch_run
   from agentic_rl.diagnostics import mismatch_tokens as tokens_lib
@@ -95,10 +96,6 @@ def _mismatch(args, overrides):
     )
   else:
     if args.text:
-      try:
-        text = pathlib.Path(args.text).read_text(encoding='utf-8')
-      except UnicodeDecodeError as error:
-        raise ValueError(f'{args.text}: no text in UTF-8 ({error})') from None
       source = tokens_lib.from_text(
           text, policy.tokenizer(), cfg, args.positions, seed
       )
@@ -126,6 +123,7 @@ def _mismatch(args, overrides):
 
 def _exactness(args, overrides):
   from agentic_rl.diagnostics import policy_matrix  # JAX loads only now
+  from agentic_rl.parallel import mesh
   from agentic_rl.rollout import engine
 
   usual = args.meshes is None
@@ -133,6 +131,8 @@ def _exactness(args, overrides):
   policy = _policy(args, overrides, meshes)
   reports.note(f'policy: {policy.origin}')
   own = policy.config.get('mesh', '')
+  if mesh.make(own).mesh is None:
+    own = ''
   if usual:
     usable = policy_matrix.fitting(policy.cfg, meshes)
     for text in meshes:
@@ -189,10 +189,11 @@ def _policy(args, overrides, meshes=()):
   if run:
     path = pathlib.Path(run) / setup_run.RESOLVED
     try:
-      config = common.load_resolved(path)
+      saved = common.load_resolved(path)
     except common.ConfigError as error:
       raise common.ConfigError(f'{run} is no work directory: {error}') from None
-    config = common.override_words(config, overrides)
+    common.check_kinds(saved, common.load(args.config), path)
+    config = common.override_words(saved, overrides)
   mesh.host_devices(config.get('mesh', ''), *meshes)
   setup_run.prepare_process()
   if args.huggingface:
@@ -200,6 +201,13 @@ def _policy(args, overrides, meshes=()):
   return mismatch_run.load(
       config, workdir=args.workdir, checkpoint=args.checkpoint
   )
+
+
+def _read(path: str) -> str:
+  try:
+    return pathlib.Path(path).read_text(encoding='utf-8')
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{path} is no text in UTF-8: {error}') from None
 
 
 def _positive(text: str) -> int:

@@ -67,6 +67,16 @@ def test_an_exact_policy_gives_zeros(tmp_path, action, name):
   assert (alert['alert'], alert['value'], alert['step']) == (name, 2, 7)
 
 
+@pytest.mark.parametrize('name', monitor.COMPARED)
+def test_that_nothing_was_compared_is_no_zero(tmp_path, name):
+  good = GOOD | {'router/compared': 400}
+  run = make_run(tmp_path, 'stop')
+  assert monitor.may_apply(run, 1, good)
+  with pytest.raises(monitor.MismatchError, match=f'{name} = 0, above 0 exp'):
+    monitor.may_apply(run, 1, good | {name: 0.0})
+  assert monitor.may_apply(make_run(tmp_path, 'stop', exact=False), 1, good)
+
+
 BOUNDS = {
     'mismatch/max_abs_dlogp': (None, 0.1), 'router/flip_rate': (None, 0.01),
     'router/max_load': (None, 2.0),

@@ -37,7 +37,7 @@ FIRST_EDGE = 16  # end of the first bucket; each next one is twice as far
 RESAMPLES = 1000
 # With fewer sequences than this, blocks of them are resampled instead.
 CLUSTERS = 20
-_LARGEST_EXPONENT = 700.0
+_LARGEST_EXPONENT = 600.0  # the sum of many is a number, too
 
 
 @dataclasses.dataclass(frozen=True)

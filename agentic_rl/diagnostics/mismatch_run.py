@@ -508,6 +508,11 @@ def _summary(parts: Sequence[_Part]) -> dict[str, Any]:
       'route_flips': add('router/flips'),
       'max_abs_dlogp': max(p.gradient['mismatch/max_abs_dlogp'] for p in parts),
   }
+  if gradient['positions'] != out['positions']:
+    raise ValueError(
+        f'the gradient program compared {gradient["positions"]} positions, the'
+        f' forward {out["positions"]}: they must be the same'
+    )
   for name in ('unequal_bits', 'route_flips', 'max_abs_dlogp'):
     out[name] = max(out[name], gradient[name])
   out['verdict'] = mismatch.verdict(

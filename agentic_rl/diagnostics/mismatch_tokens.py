@@ -41,6 +41,7 @@ AGAIN, LATER = 4, 160
 # Of a text, spans up to so long are drawn one by one; others between them are
 # read at once.
 DRAWN_SPAN = 64
+_LEAST_LOGP = -1e30  # of a foreign engine; what is less is no float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +297,7 @@ def read_foreign(
       if line.strip():
         try:
           examples.append(_foreign(json.loads(line), cfg))
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
           raise ValueError(f'{path} line {number}: {error}') from None
   if not any(e.sampled.any() for e in examples):
     raise ValueError(f'{path}: no log-prob is known in {len(examples)} lines')
@@ -315,10 +316,10 @@ def _foreign(line: Any, cfg: PolicyConfig) -> pack_lib.Example:
   for i, value in enumerate(logprobs):
     known = type(value) in (int, float) and math.isfinite(value)
     # Rounding may lift the log-prob of a sure token above zero.
-    if value is not None and not (known and value < 1e-3):
+    if value is not None and not (known and _LEAST_LOGP < value < 1e-3):
       raise ValueError(
-          f"'logprobs'[{i}] is {value!r}; allowed are null and finite numbers"
-          ' up to 0'
+          f"'logprobs'[{i}] is {value!r}; allowed are null and numbers from"
+          f' {_LEAST_LOGP} to 0'
       )
   if logprobs[0] is not None:
     raise ValueError("'logprobs'[0] must be null: nothing stands before it")

@@ -221,6 +221,8 @@ class _Matrix:
     few = max(2, len(self.scripts) // FEW)
     self.few = self.scripts[:few]
     self.recorded = traffic.play(self.engine(AT_ONCE), self.scripts)
+    if not all(np.isfinite(p.logp).all() for p in self.recorded.values()):
+      raise ValueError('the log-probs of the policy are not finite numbers')
     examples = traffic.examples(self.scripts, self.recorded)
     order = np.random.default_rng(seed).permutation(len(examples))
     self.examples, self.shuffled = examples, [examples[i] for i in order]
@@ -300,7 +302,6 @@ class _Matrix:
   def mesh_arms(self, text: str) -> list[Arm]:
     parallel = mesh.make(text)
     logical = model.logical_axes(self.cfg)
-    mesh.check(parallel, self.weights, logical)
     spread = lambda: jax.device_put(self.weights, parallel.shardings(logical))
 
     def sampler():
@@ -330,17 +331,23 @@ class _Matrix:
 
 def fitting(cfg: PolicyConfig, meshes: Sequence[str]) -> list[str]:
   """Returns those meshes that there are devices for and that fit a policy."""
-  shapes = jax.eval_shape(lambda: model.init(cfg, 0))
   out = []
   for text in meshes:
     try:
-      parallel = mesh.make(text)
-      mesh.check(parallel, shapes, model.logical_axes(cfg))
-      make_learner(cfg, 8, cfg.max_context, parallel=parallel)
+      _check_mesh(cfg, text)
     except ValueError:
       continue
     out.append(text)
   return out
+
+
+def _check_mesh(cfg: PolicyConfig, text: str) -> None:
+  parallel = mesh.make(text)
+  if parallel.mesh is None:
+    raise ValueError(f'mesh={text!r} is one device: two or more are needed')
+  shapes = jax.eval_shape(lambda: model.init(cfg, 0))
+  mesh.check(parallel, shapes, model.logical_axes(cfg))
+  make_learner(cfg, 8, cfg.max_context, parallel=parallel)
 
 
 def measure(
@@ -370,10 +377,13 @@ def measure(
     `side`, `arm` and `seconds`; `exact`, whether nothing differs.
 
   Raises:
-    ValueError: a value does not fit the policy or the machine.
+    ValueError: a value does not fit the policy or the machine, or the policy
+      gives no finite log-probs.
   """
   if not sampling.temperature > 0:
     raise ValueError('sampling.temperature=0: allowed is a value above 0')
+  for text in meshes:
+    _check_mesh(cfg, text)
   began = time.monotonic()
   note(f'recording {positions:,} positions')
   matrix = _Matrix(cfg, weights, sampling, seed, positions)

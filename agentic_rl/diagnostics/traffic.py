@@ -135,6 +135,9 @@ def _finish(engine, slot: int, seq: _Live) -> Played:
   logp[places] = [d.logp for d in drawn]
   likeliest[places] = [d.likeliest for d in drawn]
   assert sampled.sum() == sum(seq.script.draws)
+  # All but the last were read: a route that is not known is never compared.
+  experts = routes['expert'] if routes.dtype.names else routes
+  assert (experts[:-1] >= 0).all()
   support = {p: d.support for p, d in seq.drawn_at.items()}
   return Played(
       np.asarray(tokens, np.int32),

@@ -157,6 +157,7 @@ CORRECTIONS: Mapping[str, Callable] = {
     'mask_geometric': mask_geometric,
 }
 ANCHORS = ('behavior', 'learner')
+LARGEST_CAP = 1e30  # weights and their sums are float32
 # Names of what `stats` counts.
 COUNTS = ('corrected', 'weight', 'weight_squared', 'truncated', 'masked')
 
@@ -187,8 +188,11 @@ def check(name: str, options: Mapping[str, Any], anchor: str) -> None:
           f' {list(values)}'
       )
   values.update(options)
-  if 'cap' in values and not values['cap'] >= 1:
-    raise ValueError(f'cap={values["cap"]} of correction {name!r}: 1 or above')
+  if 'cap' in values and not 1 <= values['cap'] <= LARGEST_CAP:
+    raise ValueError(
+        f'cap={values["cap"]} of correction {name!r}: allowed are 1 or above, up'
+        f' to {LARGEST_CAP}'
+    )
   if 'low' in values and not 0 <= values['low'] <= 1 <= values['high']:
     raise ValueError(
         f'low={values["low"]}, high={values["high"]} of correction {name!r}:'

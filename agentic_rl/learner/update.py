@@ -156,6 +156,11 @@ class Learner:
           f'rows={rows} of row_tokens={row_tokens}: a microbatch must be whole'
           f' tiles of {nx.ROW_TILE}'
       )
+    if row_tokens * rows >= 1 << 31:
+      raise ValueError(
+          f'rows={rows} of row_tokens={row_tokens}: a microbatch must have fewer'
+          ' than 2^31 tokens'
+      )
     if row_tokens < cfg.max_context:
       raise ValueError(
           f'row_tokens={row_tokens}: a sequence of'
@@ -590,5 +595,6 @@ def _metrics(sums: list[Sums], total: float) -> dict[str, float]:
   }
   if load.size:
     mean = load.mean(-1, keepdims=True).clip(1e-9)
+    out['router/compared'] = s['routed']
     out['router/max_load'] = float((load / mean).max())
   return out

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 
 AXES = ('data', 'fsdp', 'expert', 'context')
 ROW_AXES = ('data', 'fsdp', 'expert')
+MOST_HOST_DEVICES = 256  # that a CPU is shown as; `make` refuses more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +195,12 @@ class Parallel:
     return x if self.mesh is None else lax.psum(x, names or AXES)
 
   def max(self, x):
-    """Takes the maximum of a tree over all devices."""
-    return x if self.mesh is None else lax.pmax(x, AXES)
+    """Takes the maximum of a tree over all devices; of a NaN it is infinite."""
+    if self.mesh is None:
+      return x
+    # A maximum over CPU devices would lose a NaN.
+    known = jax.tree.map(lambda a: jnp.where(jnp.isnan(a), jnp.inf, a), x)
+    return lax.pmax(known, AXES)
 
 
 SINGLE = Parallel()
@@ -275,7 +280,7 @@ def host_devices(*texts: str) -> None:
   # would wait for each other for ever.
   jax.config.update('jax_cpu_enable_async_dispatch', False)
   try:
-    jax.config.update('jax_num_cpu_devices', count)
+    jax.config.update('jax_num_cpu_devices', min(count, MOST_HOST_DEVICES))
   except RuntimeError as error:
     if jax.default_backend() == 'cpu' and len(jax.devices()) < count:
       raise ValueError(

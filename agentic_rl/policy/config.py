@@ -10,6 +10,8 @@ from typing import Any, Mapping
 from kernels_pallas.fp8_matmul import ops as fp8
 from kernels_pallas.numerics import Numerics
 
+PRECISIONS = ('float32', 'bfloat16', 'fp8')
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
@@ -89,8 +91,9 @@ class PolicyConfig:
       _need(holds, self, field.name, f'{field.type} values')
       if kind == (int,):
         least = 0 if field.name in _MAY_BE_ZERO else 1
-        holds = getattr(self, field.name) >= least
-        _need(holds, self, field.name, f'at least {least}')
+        value = getattr(self, field.name)
+        _need(value >= least, self, field.name, f'at least {least}')
+        _need(value <= _LARGEST, self, field.name, f'at most {_LARGEST}')
     if not self.head_width:
       _need(self.width % self.heads == 0, self, 'width', 'a multiple of heads')
       object.__setattr__(self, 'head_width', self.width // self.heads)
@@ -135,6 +138,12 @@ class PolicyConfig:
         self,
         'gating',
         "'softmax' or 'sigmoid'",
+    )
+    _need(
+        self.precision in PRECISIONS,
+        self,
+        'precision',
+        f'one of {PRECISIONS}',
     )
     if self.numerics.quantized:
       _check_blocks(self)
@@ -190,6 +199,7 @@ def _check_blocks(config: PolicyConfig) -> None:
       )
 
 
+_LARGEST = (1 << 31) - 1  # positions are int32
 _MAY_BE_ZERO = ('head_width', 'experts', 'shared_width', 'dense_layers')
 
 # Deep and narrow by default: few heads, many layers, small experts.

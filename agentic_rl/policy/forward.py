@@ -241,7 +241,7 @@ def _attention(h, pool, w, index, kind, layout, cfg, writes, parallel):
         means,
         layout,
         page_size=cfg.page,
-        topk=cfg.topk_pages,
+        topk=min(cfg.topk_pages, cfg.pages_per_sequence),
         numerics=num,
         impl=impl,
     )

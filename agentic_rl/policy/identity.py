@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -45,6 +47,60 @@ def weights_hash(weights: Any) -> str:
     named[name] = leaf
     seeds[name] = _seed(f'{name} {leaf.shape} {leaf.dtype}')
   return ''.join(f'{x:08x}' for x in jax.device_get(_sums(named, seeds)))
+
+
+def unequal_devices(weights: Any) -> int:
+  """Returns how many devices hold other bits than the first with that part.
+
+  The hash of weights that several devices hold is that of one copy; here every
+  copy is read, on its device.
+
+  Args:
+    weights: as for `weights_hash`.
+  """
+  leaves = [x for x in jax.tree.leaves(weights) if _is_copied(x)]
+  bad: set[int] = set()
+  for mesh in {x.sharding.mesh for x in leaves}:
+    own = [x for x in leaves if x.sharding.mesh == mesh]
+    program = _sums_by_device(mesh, tuple(x.sharding.spec for x in own))
+    sums_DL2 = jax.device_get(program(own))
+    for leaf, sums_D2 in zip(own, sums_DL2.swapaxes(0, 1)):
+      parts = leaf.sharding.devices_indices_map(leaf.shape)
+      first: dict[str, bytes] = {}
+      for device, sums in zip(mesh.devices.flat, sums_D2):
+        found = sums.tobytes()
+        if found != first.setdefault(str(parts[device]), found):
+          bad.add(device.id)
+  return len(bad)
+
+
+def _is_copied(leaf: Any) -> bool:
+  """Whether several devices of a mesh hold the same part."""
+  sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(sharding, NamedSharding):
+    return False
+  parts = sharding.devices_indices_map(leaf.shape).values()
+  return len(set(map(str, parts))) < len(parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _sums_by_device(mesh, specs):
+  """Returns a program: leaves -> uint32 [devices, leaves, 2]."""
+
+  def own(leaves):
+    return jnp.stack([jnp.stack(_sums_of(x, np.uint32(0))) for x in leaves])[
+        None
+    ]
+
+  return jax.jit(
+      jax.shard_map(
+          own,
+          mesh=mesh,
+          in_specs=(list(specs),),
+          out_specs=PartitionSpec(mesh.axis_names),
+          check_vma=False,
+      )
+  )
 
 
 def bytes_moved(source: Any, copies: Sequence[Any]) -> int:

@@ -29,6 +29,8 @@ import numpy as np
 from agentic_rl import metrics
 from agentic_rl import types
 
+_MALFORMED = KeyError, TypeError, ValueError, OverflowError, RecursionError
+
 
 def path_of(workdir: str | os.PathLike, phase: str, step: int) -> pathlib.Path:
   """Returns the file of a collection."""
@@ -69,7 +71,7 @@ def read(path: str | os.PathLike) -> Iterator[types.Trajectory]:
     for number, line in enumerate(file, 1):
       try:
         yield _from_json(json.loads(line))
-      except (KeyError, TypeError, ValueError) as error:
+      except _MALFORMED as error:
         raise ValueError(
             f'{path} line {number}: not a trajectory ({error!r})'
         ) from error

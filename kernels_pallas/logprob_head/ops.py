@@ -272,8 +272,8 @@ def check_sampling(
     raise ValueError(
         f'temperature={temperature}: must be 0 (greedy) or in [0.001, 1000]'
     )
-  if top_k < 0:
-    raise ValueError(f'top_k={top_k}: must be 0 (all) or above')
+  if not 0 <= top_k < 1 << 31:
+    raise ValueError(f'top_k={top_k}: must be 0 (all) or above, below 2^31')
   if not 0 < top_p <= 1:
     raise ValueError(f'top_p={top_p}: must be in (0, 1]')
   if keep_support and not top_k:

@@ -1,5 +1,6 @@
 """The statistics of a mismatch: by hand, and on data of known kinds."""
 
+import json
 import math
 
 import numpy as np
@@ -92,6 +93,8 @@ def test_sums_that_overflow_stay_numbers():
   report = mismatch.summary(compared([(0, 1, -1e5, 0.0), (0, 2, 0.0, -1e5)]))
   assert math.isfinite(report['kl_k3']) and report['kl_k3'] > 1e100
   assert math.isfinite(report['multiplicative_error_max'])
+  many = mismatch.summary(compared([(i, 1, -1e30, 0.0) for i in range(30_000)]))
+  json.dumps(many, allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,13 @@ def test_the_control_differs():
   assert policy_matrix.table(report).endswith('\nNOT exact')
 
 
+def test_no_number_is_not_exact():
+  weights = samples.weights(CFG)
+  weights['final_norm'] = weights['final_norm'].at[0].set(np.nan)
+  with pytest.raises(ValueError, match='not finite'):
+    policy_matrix.measure(CFG, weights, sampling=SAMPLING, positions=20)
+
+
 @pytest.fixture(scope='module')
 def recorded():
   scripts = samples.traffic(CFG, 12, 1)
@@ -115,6 +122,8 @@ def test_meshes_that_fit():
         CFG, samples.weights(CFG), sampling=SAMPLING, positions=20,
         meshes=['expert=8'],
     )  # fmt: skip
+  with pytest.raises(ValueError, match="mesh='data=1' is one device"):
+    policy_matrix.measure(CFG, {}, sampling=SAMPLING, meshes=['data=1'])
   with pytest.raises(ValueError, match='temperature=0'):
     policy_matrix.measure(
         CFG, {}, sampling=engine_lib.Sampling(temperature=0.0)

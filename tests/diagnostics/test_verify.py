@@ -1,6 +1,7 @@
 """launch/verify.py: sources of tokens, both paths, files, exit codes."""
 
 import dataclasses
+import gzip
 import json
 import re
 import shutil
@@ -408,6 +409,47 @@ def test_a_run_of_another_shape(run_folder, capsys):
   assert 'checkpoint 3 is of another policy' in message
 
 
+@pytest.mark.parametrize(
+    ('path', 'value', 'expected'),
+    [
+        ('policy', None, 'no fields policy'),
+        ('policy', 3, 'no fields policy'),
+        ('seed', 'x', "'seed' is int (0), not str ('x')"),
+        ('mesh', 8, "'mesh' is str ('')"),
+        ('policy.layers', '4', "'policy.layers' is int (4)"),
+        ('sampling.temperature', None, "'sampling.temperature' is float (1.0)"),
+    ],
+)
+def test_a_damaged_config(path, value, expected, run_folder, tmp_path, capsys):
+  saved = json.loads((run_folder / 'config.json').read_text())
+  *parents, last = path.split('.')
+  node = saved
+  for name in parents:
+    node = node[name]
+  node[last] = value
+  (tmp_path / 'config.json').write_text(json.dumps(saved))
+  words = [f'--workdir={tmp_path}', '--config=configs/swe.py:debug']
+  message = refused(capsys, *words)
+  assert f'{tmp_path}/config.json: ' in message and expected in message
+
+
+def test_a_config_of_an_older_run(run_folder, tmp_path):
+  """A field may be missing, a whole number be a float."""
+  saved = json.loads((run_folder / 'config.json').read_text())
+  del saved['mesh'], saved['learner']['correction']
+  saved['sampling']['temperature'] = 1
+  path = tmp_path / 'config.json'
+  path.write_text(json.dumps(saved))
+  like = common.load('configs/swe.py')
+  common.check_kinds(common.load_resolved(path), like, path)
+
+
+def test_a_text_that_is_none(tmp_path, capsys):
+  path = tmp_path / 'text'
+  path.write_bytes(b'\xff\xfe')
+  assert f'{path} is no text in UTF-8' in refused(capsys, f'--text={path}')
+
+
 GOOD = dict(tokens=[1, 2, 3], logprobs=[None, -1.5, None])
 
 
@@ -425,6 +467,8 @@ GOOD = dict(tokens=[1, 2, 3], logprobs=[None, -1.5, None])
         (dict(logprobs=[None, 0.5, None]), r"'logprobs'\[1\] is 0.5"),
         (dict(logprobs=[None, float('nan'), None]), r"'logprobs'\[1\] is nan"),
         (dict(logprobs=[None, '-1', None]), r"'logprobs'\[1\] is '-1'"),
+        (dict(logprobs=[None, -1e300, None]), r"'logprobs'\[1\] is -1e\+300"),
+        ('[' * 10**5, 'maximum recursion depth'),
         (dict(routes=[[[0, 1]]]), r"'routes' must be integers of shape"),
         (dict(routes=[[[0, 1]], [[0]]]), r"'routes' must be integers of shape"),
         (
@@ -448,7 +492,13 @@ def test_logs_without_a_log_prob(tmp_path):
     tokens_lib.read_foreign(path, CFG)
 
 
-@pytest.mark.parametrize('content', [b'', b'no gzip', b'\x1f\x8b\x08broken'])
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'', b'no gzip', b'\x1f\x8b\x08broken', gzip.compress(b'[' * 10**5),
+        gzip.compress(b'{"tokens": [99999999999]}'),
+    ],
+)  # fmt: skip
 def test_damaged_trajectories(content, tmp_path):
   path = tmp_path / 'rl-000001.jsonl.gz'
   path.write_bytes(content)

@@ -388,6 +388,7 @@ def test_supervised_text_lowers_its_loss(weights):
     [
         (dict(row_tokens=60), 'a multiple of page=8'),
         (dict(rows=1, row_tokens=72), 'whole tiles of 64'),
+        (dict(rows=1 << 25), 'rows=33554432 of row_tokens=64: .* 2.31 tokens'),
         (dict(rows=2, row_tokens=32), 'row_tokens=32: .* max_context=64'),
         (dict(name='dpo'), "loss 'dpo': allowed are"),
         (dict(entropy=-1.0), 'entropy=-1.0: must be 0 or above'),

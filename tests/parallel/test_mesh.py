@@ -58,6 +58,12 @@ def test_too_few_devices_are_said():
   mesh.host_devices('data=8')  # there are as many
 
 
+def test_a_host_is_not_shown_as_any_number_of_devices():
+  assert len(jax.devices()) == 8
+  with pytest.raises(ValueError, match='needs 9{15} devices: this process'):
+    mesh.host_devices('data=' + 15 * '9')
+
+
 def test_one_device_needs_no_mesh():
   assert mesh.make('') == mesh.make('data=1,context=1') == mesh.SINGLE
   assert mesh.SINGLE.size() == mesh.SINGLE.size('data') == 1
@@ -123,6 +129,18 @@ def test_an_exchange_returns():
       np.testing.assert_array_equal(
           sent[device, sender], x[first + sender, device % 4]
       )
+
+
+@pytest.mark.parametrize('place', [None, 0, 2, 3])
+def test_a_maximum_keeps_what_is_no_number(place):
+  parallel = mesh.make('data=2,fsdp=2')
+  own = parallel.by_device().spec
+  program = jax.jit(parallel.map(lambda x: parallel.max(x), own, own))
+  values = np.asarray([0, 3, 1, 2], np.float32)
+  if place is not None:
+    values[place] = np.nan
+  want = 3 if place is None else np.inf
+  np.testing.assert_array_equal(program(values), [want] * 4)
 
 
 def test_gradients_are_summed_where_weights_are_copied():

@@ -45,7 +45,7 @@ PolicyConfig = config_lib.PolicyConfig
         (dict(soft_cap=math.inf), 'soft_cap=inf: allowed is 0 or above'),
         (dict(sink_page=1), 'sink_page=1: allowed is bool values'),
         (dict(gating='tanh'), "gating='tanh': allowed is 'softmax' or"),
-        (dict(precision='int8'), "'int8': allowed are 'float32', 'bfloat16'"),
+        (dict(precision='int8'), "policy.precision='int8': allowed is one of "),
         (
             dict(precision='fp8', width=192, head_width=32),
             "width=192: allowed is a matrix side of at most 128, or .*'fp8'",
@@ -66,6 +66,7 @@ PolicyConfig = config_lib.PolicyConfig
             dict(precision='fp8', experts=0, dense_width=320),
             'dense_width=320: .* multiple of it, .* not 320',
         ),
+        (dict(window=1 << 31), 'window=2147483648: allowed is at most 2147483'),
     ],
 )
 def test_errors(fields, match):

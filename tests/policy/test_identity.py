@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
 from agentic_rl.policy import identity
 
@@ -116,6 +118,9 @@ def test_bytes_moved():
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
 from agentic_rl.policy import identity
 assert len(jax.devices()) == 8
 mesh = jax.make_mesh((2, 4), ('x', 'y'))
@@ -154,3 +159,29 @@ def test_the_hash_is_free_of_the_mesh():
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith('equal ')
+
+
+@pytest.mark.parametrize('cut', [None, 'x'])
+def test_a_bit_of_one_copy_is_seen(cut):
+  """Devices that hold the same part; the hash is that of the first."""
+  mesh = jax.make_mesh((2, 4), ('x', 'y'))
+  value = np.arange(24, dtype=np.float32).reshape(6, 4)
+  wrong = value.copy()
+  wrong[3:4, 2].view(np.int32)[0] ^= 1
+  sharding = NamedSharding(mesh, PartitionSpec(cut))
+  parts = sharding.devices_indices_map(value.shape)
+  for bad in ([], [5], [4, 6]):
+    shards = [
+        jax.device_put((wrong if d.id in bad else value)[parts[d]], d)
+        for d in mesh.devices.flat
+    ]
+    leaf = jax.make_array_from_single_device_arrays(
+        value.shape, sharding, shards
+    )
+    weights = {'a': jnp.ones(3), 'b': leaf}
+    # Device 4 is the first with the second half: the three others differ, and
+    # 6 does not.
+    want = {'': 0, '5': 1, '46': 2}[''.join(map(str, bad))]
+    assert identity.unequal_devices(weights) == want
+  whole = jax.device_put(value, NamedSharding(mesh, PartitionSpec(('x',), 'y')))
+  assert identity.unequal_devices({'a': whole, 'b': value}) == 0
