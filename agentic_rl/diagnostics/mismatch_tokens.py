@@ -67,7 +67,10 @@ class Source:
 def from_traffic(
     cfg: PolicyConfig, positions: int, seed: int = 0, sequences: int = 1
 ) -> Source:
-  """Returns random traffic of at least so many drawn tokens and sequences."""
+  """Returns random traffic of at least so many drawn tokens and sequences.
+
+  Those that share a prompt are spread, so that later ones find its pages.
+  """
   scripts: list[traffic.Script] = []
   drawn = 0
   while drawn < positions or len(scripts) < sequences:
@@ -76,6 +79,8 @@ def from_traffic(
       if drawn < positions or len(scripts) < sequences:
         scripts.append(script)
         drawn += sum(script.draws)
+  order = np.random.default_rng(seed).permutation(len(scripts))
+  scripts = [scripts[i] for i in order]
   return Source('random traffic, drawn by the policy', tuple(scripts), True)
 
 

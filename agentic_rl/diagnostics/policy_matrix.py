@@ -218,7 +218,7 @@ class _Matrix:
     self.seed = seed
     source = mismatch_tokens.from_traffic(cfg, positions, seed, LEAST)
     self.scripts = source.scripts
-    few = max(2, len(self.scripts) // FEW)
+    few = max(LEAST // 2, len(self.scripts) // FEW)
     self.few = self.scripts[:few]
     self.recorded = traffic.play(self.engine(AT_ONCE), self.scripts)
     if not all(np.isfinite(p.logp).all() for p in self.recorded.values()):

@@ -121,7 +121,7 @@ def test_what_differs_is_counted():
         (dict(temperature=0), 'temperature=0: allowed is above 0'),
         (dict(context=72), 'context=72: a multiple of 64'),
         (dict(context=100), 'max_context=100: allowed is a multiple of page'),
-        (dict(b='int8'), "dtype='int8': allowed are"),
+        (dict(b='int8'), "precision='int8': allowed is one of"),
         (dict(context=64, own=48), 'own=48: allowed are 1..47, with prompts'),
     ],
 )

@@ -387,13 +387,6 @@ def test_words_that_exclude_each_other(words, capsys):
   assert words[-1].partition('=')[0] in capsys.readouterr().err
 
 
-def test_a_text_that_is_none(tmp_path, capsys):
-  path = tmp_path / 'text'
-  path.write_bytes(b'\xff')
-  message = refused(capsys, *FLAGS, '--fresh', f'--text={path}')
-  assert message.startswith(f'{path}: no text in UTF-8')
-
-
 @pytest.mark.parametrize('value', ['0', '-3', 'many'])
 def test_what_is_no_number_of_positions(value, capsys):
   with pytest.raises(SystemExit):

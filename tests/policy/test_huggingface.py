@@ -404,7 +404,7 @@ def test_mismatch_over_a_text(tmp_path):
   code, report = mismatch(tmp_path, DENSE, *words)
   assert code == 0 and report['verdict'] == 'exact'
   ids = huggingface.tokenizer(DENSE).encode(TEXT * 2)
-  assert report['tokens']['origin'] == f'text of {len(ids)} tokens'
+  assert report['tokens']['origin'] == f'{text}, text of {len(ids)} tokens'
   assert report['positions'] == report['gradient']['positions'] > 50
   assert str(DENSE) in report['policy']['origin']
 
