@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import resource
 import shutil
 from typing import Any, Iterator
 
@@ -527,4 +526,7 @@ def reuse_freed_memory() -> bool:
 
 def peak_memory_gb() -> float:
   """Returns the peak resident memory of this process in 10^9 bytes."""
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+  # Not of getrusage, which counts the process that started this one, too.
+  status = pathlib.Path('/proc/self/status').read_text()
+  (line,) = (x for x in status.splitlines() if x.startswith('VmHWM:'))
+  return int(line.split()[1]) * 1024 / 1e9

@@ -34,6 +34,13 @@ import jax  # noqa: E402
 jax.config.update('jax_num_cpu_devices', 8)
 
 
+@pytest.fixture(autouse=True, scope='module')
+def _programs_of_a_module():
+  """Drops them after it: those of all modules fill gigabytes."""
+  yield
+  jax.clear_caches()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
   """All shapes compile for v5e by default, one of each test for other chips."""
