@@ -1,10 +1,11 @@
 """Watches that sampler and learner are the same policy, and acts when not.
 
 Two checks in every iteration: after a publication the sampler's weights have
-the hash of the learner's, and all devices' copies of them are equal; and before an optimizer step the log-probs and routes
-recorded with the batch are those of the gradient program. An exact policy is
-expected to give zeros; the bounds of `config.alerts` on `mismatch/*` and
-`router/flip*` hold for every policy. `config.learner.on_mismatch` says what
+the hash of the learner's, and all devices' copies of them are equal; and before
+an optimizer step the log-probs and routes recorded with the batch are those of
+the gradient program. An exact policy is expected to give zeros; the bounds of
+`config.alerts` on `mismatch/*` and `router/flip*` hold for every policy.
+`config.learner.on_mismatch` says what
 happens otherwise:
 
   warn  an alert is recorded, the run goes on

@@ -71,6 +71,9 @@ def _keep(x):
 _keep.defjvp(lambda primals, tangents: (_keep(primals[0]), tangents[0]))
 
 
+PRECISIONS = ('float32', 'bfloat16', 'fp8')
+
+
 @dataclasses.dataclass(frozen=True)
 class Numerics:
   """How numbers are rounded and summed; static in every program.
@@ -88,7 +91,7 @@ class Numerics:
   exact: bool = True
 
   def __post_init__(self):
-    if self.dtype not in ('float32', 'bfloat16', 'fp8'):
+    if self.dtype not in PRECISIONS:
       raise ValueError(
           f"dtype={self.dtype!r}: allowed are 'float32', 'bfloat16' and 'fp8'"
       )

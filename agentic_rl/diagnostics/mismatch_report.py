@@ -80,14 +80,11 @@ def _cell(figures: Mapping[str, Any], name: str) -> str:
 
 def _meaning(report: Mapping[str, Any]) -> str:
   """Returns what the verdict says."""
+  verdict = report['verdict']
   if report['routed_tokens']:
-    return _VERDICTS[report['verdict']]
-  return (
-      _VERDICTS[report['verdict']].replace(
-          'no bit and no route differs', 'no bit differs'
-      )
-      + '; no route was compared'
-  )
+    return _VERDICTS[verdict]
+  text = 'no bit differs' if verdict == 'exact' else _VERDICTS[verdict]
+  return f'{text}; no route was compared'
 
 
 def _range(bucket: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import jax
 import numpy as np
@@ -71,6 +71,11 @@ class Counts(NamedTuple):
   def exact(self) -> bool:
     """Whether nothing differs."""
     return not (self.unequal_bits or self.route_flips or self.unequal_tokens)
+
+  @classmethod
+  def total(cls, counts: Iterable[Counts]) -> Counts:
+    """Returns the sums of some."""
+    return cls(*map(sum, zip(cls(0, 0, 0), *counts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,22 +139,21 @@ def by_gradient(learner: update.Learner, weights, examples: Examples) -> Counts:
 def by_forward(learner: update.Learner, weights, examples: Examples) -> Counts:
   """Compares what was recorded with the plain forward, on one device."""
   program = _forward_program(learner.cfg, learner.loss.temperature)
-  total = Counts(0, 0, 0)
+  found = []
   for part in pack_lib.microbatches(learner.pack(examples), learner.rows):
     inputs = inputs_lib.flatten(part)
     logp, _, routes = program(weights, inputs)
     places = inputs['rows'][inputs['rows'] < inputs['tokens'].size]
     drawn = inputs['sampled'][places]
     recorded = inputs['logp_behavior'][places][drawn]
-    found = np.asarray(logp)[: len(places)][drawn]
+    ours = np.asarray(logp)[: len(places)][drawn]
     flips = 0
     if 'routes' in inputs:
       known = inputs['routes'] >= 0
-      ours = np.asarray(routes).transpose(1, 0, 2)
-      flips = int((known & (ours != inputs['routes'])).sum())
-    own = Counts(len(found), bits.unequal_bits(found, recorded), flips)
-    total = Counts(*map(sum, zip(total, own)))
-  return total
+      experts = np.asarray(routes).transpose(1, 0, 2)
+      flips = int((known & (experts != inputs['routes'])).sum())
+    found.append(Counts(len(ours), bits.unequal_bits(ours, recorded), flips))
+  return Counts.total(found)
 
 
 @functools.lru_cache(maxsize=8)
@@ -166,18 +170,18 @@ def by_sampler(
     kv_hits: int = 0,
 ) -> Counts:
   """Compares two recordings of the same scripts, those of the first."""
-  total = Counts(0, 0, 0, kv_hits=kv_hits)
+  found = []
   for name, ours in played.items():
-    theirs = recorded[name]
-    at = ours.sampled
-    total = Counts(
-        total.positions + int(at.sum()),
-        total.unequal_bits + bits.unequal_bits(ours.logp[at], theirs.logp[at]),
-        total.route_flips + int((ours.routes != theirs.routes).sum()),
-        total.unequal_tokens + int((ours.tokens != theirs.tokens).sum()),
-        kv_hits,
+    theirs, at = recorded[name], ours.sampled
+    found.append(
+        Counts(
+            int(at.sum()),
+            bits.unequal_bits(ours.logp[at], theirs.logp[at]),
+            int((ours.routes != theirs.routes).sum()),
+            int((ours.tokens != theirs.tokens).sum()),
+        )
     )
-  return total
+  return Counts.total(found)._replace(kv_hits=kv_hits)
 
 
 def branches(
@@ -238,18 +242,18 @@ class _Matrix:
     made.load_params(self.weights, 0)
     return made
 
-  def again(self, scripts, engine) -> Counts:
+  def again(self, scripts, engine, recorded=None) -> Counts:
+    """Plays scripts and compares them with a recording, else with the first."""
     before = engine.counts['kv_hits']
     played = traffic.play(engine, scripts)
     hits = engine.counts['kv_hits'] - before
-    return by_sampler(played, self.recorded, hits)
+    return by_sampler(played, recorded or self.recorded, hits)
 
   # --- arms ---
 
   def arms(self) -> list[Arm]:
     few, every = self.few, self.scripts
     pages = self.cfg.pages_per_sequence
-    mixed = list(every[::-1])
 
     def engine(name, scripts, count, room=0):
       return Arm(
@@ -261,7 +265,7 @@ class _Matrix:
     return [
         engine('1 sequence at a time', few, 1),
         engine('8, pages evicted', every[: 4 * len(few)], 8, 3),
-        engine('64, in reverse', mixed, 64),
+        engine('64, in reverse', every[::-1], 64),
         Arm('sampler', 'prefixes known', self._known),
         Arm('sampler', 'branches, known and not', self._branches),
         self._learned('forward', 1, 1, False),
@@ -279,12 +283,9 @@ class _Matrix:
   def _branches(self) -> Counts:
     engine = self.engine(8)
     traffic.play(engine, self.few)
-    before = engine.pages.hits
     grown = branches(self.few, self.recorded, self.cfg, len(self.scripts))
-    known = traffic.play(engine, grown)
-    hits = engine.pages.hits - before
     fresh = traffic.play(self.engine(len(grown)), grown)
-    return by_sampler(known, fresh, hits)
+    return self.again(grown, engine, fresh)
 
   def _learned(self, side, rows, contexts, other_remat) -> Arm:
     cfg = dataclasses.replace(self.cfg, remat=self.cfg.remat != other_remat)
@@ -390,16 +391,18 @@ def measure(
   arms = matrix.arms()
   for text in meshes:
     arms += matrix.mesh_arms(text)
-  rows = []
+  rows, found = [], []
   for number, arm in enumerate(arms, 1):
     note(f'{number} of {len(arms)}: {arm.side}, {arm.name}')
     start = time.monotonic()
-    counts = arm.measure()
+    found.append(arm.measure())
     seconds = round(time.monotonic() - start, 1)
     rows.append(
-        dict(side=arm.side, arm=arm.name, **counts._asdict(), seconds=seconds)
+        dict(
+            side=arm.side, arm=arm.name, **found[-1]._asdict(), seconds=seconds
+        )
     )
-  total = Counts(*(sum(row[n] for row in rows) for n in Counts._fields))
+  total = Counts.total(found)
   return {
       'recorded': sum(sum(s.draws) for s in matrix.scripts),
       **total._asdict(),

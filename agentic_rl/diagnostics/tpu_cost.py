@@ -58,8 +58,6 @@ _EXCEPTION = re.compile(r'^[\w.]*(?:Error|Exception)\b', re.MULTILINE)
 _KERNEL = re.compile(
     r'%(\S+) = [^\n]*custom-call[^\n]*custom_call_target="tpu_custom_call"'
 )
-
-
 GRANULE = 32  # bytes of a unit in which copies are measured
 
 
@@ -269,8 +267,8 @@ def describe(op: OpCost) -> str:
   """Returns a line about an op and one for each of its larger parts."""
   lines = [
       f'{op.name}: {op.bundles} bundles ({op.listed} listed), MXU {op.mxu},'
-      f' spills {op.spills}, fills'
-      f' {op.fills}, VMEM {op.vmem_bytes}, HBM {op.hbm_bytes}'
+      f' spills {op.spills}, fills {op.fills}, VMEM {op.vmem_bytes},'
+      f' HBM {op.hbm_bytes}'
   ]
   for part in op.parts:
     if part.size >= tpu_listing.LEAST or part.data:

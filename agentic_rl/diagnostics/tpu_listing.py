@@ -271,6 +271,14 @@ class _Step:
     return new if holds != self.negated else old
 
 
+def _unguarded(text: str) -> tuple[re.Match[str] | None, str]:
+  """Returns the guard of an instruction, and its operands without it."""
+  guard = _GUARD.search(text)
+  if guard:
+    text = text[: guard.start()] + text[guard.end() :].lstrip(', ')
+  return guard, text
+
+
 def _step(text: str) -> tuple[_Step, list[str]] | None:
   """Reads an instruction; returns it and the names that it depends on."""
   slot, operand = _SLOT.search(text), _OPERAND.search(text)
@@ -283,12 +291,11 @@ def _step(text: str) -> tuple[_Step, list[str]] | None:
     if not match:
       return None
     target, kind, form, rest = match[1], match[2], match[3] or '', match[4]
-  guard = _GUARD.search(rest)
+  guard, rest = _unguarded(rest)
   step = _Step(target, kind, form, [])
   if guard:
     step.guard, step.negated = guard[2], bool(guard[1])
     step.other = guard[3] or ''
-    rest = rest[: guard.start()] + rest[guard.end() :].lstrip(', ')
   names = [m[1] for m in _NAME.finditer(rest)]
   if guard:
     names += [m[1] for m in _NAME.finditer(guard[0])]
@@ -337,29 +344,25 @@ def _copies(bundles: list[str]) -> tuple[dict[int, list[_Copy]], list[str]]:
       match = _COPY.search(part)
       if not match or 'shalt.err' in part:  # a check, not a copy
         continue
-      rest, guard = match[1], _GUARD.search(match[1])
-      copy = _Copy('')
+      guard, rest = _unguarded(match[1])
+      copy = _Copy(rest.strip(' }').split(',')[1].strip())
       if guard:
         copy.guard, copy.negated = guard[2], bool(guard[1])
         names += [m[1] for m in _NAME.finditer(guard[0])]
-        rest = rest[: guard.start()] + rest[guard.end() :].lstrip(', ')
-      copy.size = rest.strip(' }').split(',')[1].strip()
       names += [m[1] for m in _NAME.finditer(copy.size)]
       found.setdefault(i, []).append(copy)
   return found, names
 
 
-def _slice(
-    bundles: list[str], wanted: Sequence[str] = ()
-) -> dict[int, list[_Step]]:
-  """Returns, by bundle, the instructions that branches depend on.
+def _slice(bundles: list[str], also: list[str]) -> dict[int, list[_Step]]:
+  """Returns, by bundle, the instructions that branches and others depend on.
 
   Args:
     bundles: of the listing.
-    wanted: names of which the same is needed.
+    also: names that others than branches depend on.
   """
   made: dict[str, list[tuple[int, _Step, list[str]]]] = {}
-  wanted = list(wanted)
+  wanted = list(also)
   for i, text in enumerate(bundles):
     for part in text.split(';;'):
       part = part.strip(' {}')

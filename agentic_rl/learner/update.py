@@ -357,8 +357,8 @@ def policy_logprobs(
 
   Args:
     weights: of the policy.
-    batch: a dict from `inputs.flatten`; only tokens, targets, positions and rows, and
-      the support where it was recorded.
+    batch: a dict from `inputs.flatten`; only tokens, targets, positions and
+      rows, and the support where it was recorded.
     cfg: shape of the policy.
     temperature: of the log-probs.
     parallel: the mesh; then weights and batch are this device's.

@@ -8,9 +8,8 @@ import math
 from typing import Any, Mapping
 
 from kernels_pallas.fp8_matmul import ops as fp8
+from kernels_pallas.numerics import PRECISIONS
 from kernels_pallas.numerics import Numerics
-
-PRECISIONS = ('float32', 'bfloat16', 'fp8')
 
 
 @dataclasses.dataclass(frozen=True)
