@@ -491,6 +491,7 @@ def test_logs_without_a_log_prob(tmp_path):
         b'', b'no gzip', b'\x1f\x8b\x08broken', gzip.compress(b'[' * 10**5),
         gzip.compress(b'{"tokens": [99999999999]}'),
     ],
+    ids=['empty', 'no gzip', 'broken gzip', 'broken json', 'an impossible token'],
 )  # fmt: skip
 def test_damaged_trajectories(content, tmp_path):
   path = tmp_path / 'rl-000001.jsonl.gz'
