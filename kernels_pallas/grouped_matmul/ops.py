@@ -21,8 +21,9 @@ from kernels_pallas.grouped_matmul import pallas_tpu
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.grouped_matmul import xla
 
-# Rows of one tile; all rows of a tile have one expert.
-GROUP_TILE = 32
+# Rows of one tile; all rows of a tile have one expert. See `numerics.ROW_TILE`:
+# 48 is a multiple of six and of eight.
+GROUP_TILE = 48
 GPU_GROUP_TILE = 64  # the height of an instruction
 # On TPU: fewer than 128 rows take the MXU as long, 256 make better use of it.
 TPU_GROUP_TILES = (128, 256)

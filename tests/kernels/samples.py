@@ -1,6 +1,7 @@
 """What the tests of all kernels share: random arrays, bits, tolerances."""
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -20,6 +21,12 @@ def normal(seed, shape, dtype='float32', scale=1.0):
   """Standard normal values that `dtype` can hold, as a NumPy array."""
   x = np.random.default_rng(seed).normal(size=shape) * scale
   return x.astype(ROUNDED[dtype]).astype(EXACT[dtype].storage)
+
+
+def whole(seed, *shape):
+  """Small integers in bfloat16; sums of their products are exact."""
+  x = np.random.default_rng(seed).integers(-8, 9, shape)
+  return jnp.asarray(x, jnp.bfloat16)
 
 
 def nan_but(shape, rows, dtype=np.float32, fill=np.nan):

@@ -70,7 +70,7 @@ def test_plan_by_hand():
 
 def test_height_of_a_tile():
   experts = jnp.zeros((70, 2), jnp.int32)
-  assert ops.group_tile(140, 3) == ops.GROUP_TILE == 32
+  assert ops.group_tile(140, 3) == ops.GROUP_TILE == 48
   plan = ops.plan(experts, 3, tile=16)
   np.testing.assert_array_equal(plan.expert_of_tile, [0] * 9 + [3] * 2)
   assert plan.slot_of_row_R.shape == (11 * 16,)

@@ -60,9 +60,10 @@ def test_against_reference(name):
 
 
 def test_a_row_is_the_same_in_any_tile_and_company():
-  x, _, w, _ = case()
+  # Of integers: the interpreter's sums have an order of their own.
+  x, w = samples.whole(0, 128, D), samples.whole(1, EXPERTS, D, F)
   forward = jax.jit(lambda x, e: pallas_gpu.Grouped.forward(x, w, e, NUM))
-  y = np.asarray(forward(x[:128], jnp.asarray([2, 3])))
+  y = np.asarray(forward(x, jnp.asarray([2, 3])))
   moved = samples.nan_but(
       (128, D), {5: np.asarray(x[70]), 64: np.asarray(x[3])}, x.dtype
   )

@@ -7,6 +7,7 @@ import pytest
 
 from agentic_rl.numerics import unequal_bits
 from kernels_pallas import numerics as nx
+from kernels_pallas.grouped_matmul import ops as grouped
 from kernels_pallas.matmul import ops
 from kernels_pallas.matmul import pallas_tpu
 from tests.kernels import samples
@@ -67,6 +68,21 @@ def test_a_row_is_pure(dtype, impl):
 
   gradient = nx.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
   samples.same_bits(gradient(x, w)[0][1], y)
+
+
+@pytest.mark.parametrize('height', [nx.ROW_TILE, grouped.GROUP_TILE])
+def test_all_places_of_a_tile_are_alike(height):
+  """The processor's library of products decides it."""
+  num = samples.EXACT['float32']
+  for depth, width in [(8, 1000), (96, 40), (128, 128), (512, 64), (1000, 256)]:
+    w = samples.normal(0, (depth, width))
+    x = np.tile(samples.normal(1, (depth,)), (height, 1))
+    for turned in (False, True):
+      fun = nx.jit(
+          lambda x, w, d=int(turned): num.dot(x, w, (((1,), (d,)), ((), ())))
+      )
+      y = np.asarray(fun(x, w.T if turned else w))
+      samples.same_bits(y, np.broadcast_to(y[0], y.shape))
 
 
 def test_blocks_of_columns_and_of_depth(monkeypatch):
@@ -168,7 +184,7 @@ def test_rejected_compiler_option(monkeypatch):
   nx._cpu_options.cache_clear()
   monkeypatch.setattr(nx.jax, 'jit', refuse)
   try:
-    with pytest.raises(RuntimeError, match='rejects the compiler option'):
+    with pytest.raises(RuntimeError, match='rejects one of the compiler opt'):
       nx.compiler_options()
   finally:
     nx._cpu_options.cache_clear()
