@@ -37,6 +37,11 @@ _BF16, _F32, _I32 = jnp.bfloat16, jnp.float32, jnp.int32
 _struct = jax.ShapeDtypeStruct
 
 
+def _pool(pages: int):
+  """Pages as the engine and the learner hold them: heads side by side."""
+  return _struct((pages, PAGE, KV_HEADS * 2 * WIDTH), _BF16)
+
+
 def visible(window: int | None) -> int:
   """Returns the pairs of a query and a key that it sees, of one head."""
   return int(np.minimum(np.arange(TOKENS) + 1, window or TOKENS).sum())
@@ -118,7 +123,7 @@ def our_attention(
   def run(q, kv, layout, selected=None):
     return ops.paged_attention(
         q,
-        kv,
+        kv.reshape(-1, PAGE, KV_HEADS, 2 * WIDTH),
         layout,
         numerics=_NUMERICS,
         window=window,
@@ -129,7 +134,7 @@ def our_attention(
   tokens = LONG if sparse else TOKENS
   args = [
       _struct((tokens, HEADS, WIDTH), _BF16),
-      _struct((tokens // PAGE, PAGE, KV_HEADS, 2 * WIDTH), _BF16),
+      _pool(tokens // PAGE),
       jax.eval_shape(
           lambda p: layouts.row_layout(p, PAGE), _struct((1, tokens), _I32)
       ),
@@ -153,7 +158,7 @@ def our_attention(
   else:
     group = HEADS // KV_HEADS
     *_, at_once = pallas_tpu.walk_plan(PAGE, KV_HEADS, group, True, sparse)
-    loops = [int(-(-past // at_once).sum())]
+    loops = _walked(past, at_once)
   return fun, args, {'paged_attention': dict(loops=loops)}
 
 
@@ -173,18 +178,34 @@ def our_decode():
   )
 
   def run(q, kv, layout):
+    kv = kv.reshape(-1, PAGE, KV_HEADS, 2 * WIDTH)
     return ops.paged_attention(q, kv, layout, numerics=_NUMERICS, impl='pallas')
 
   args = [
       _struct((SEQUENCES, HEADS, WIDTH), _BF16),
-      _struct((SEQUENCES * pages, PAGE, KV_HEADS, 2 * WIDTH), _BF16),
+      _pool(SEQUENCES * pages),
       layout,
   ]
   group = HEADS // KV_HEADS
   *_, at_once = pallas_tpu.walk_plan(PAGE, KV_HEADS, group, False, False)
-  steps = -(-(pages - 1) // at_once)
-  loops = [int(np.prod(_grid(run, args))) * steps]
+  past = np.full(_grid(run, args), pages - 1)
+  loops = _walked(past, at_once)
   return run, args, {'paged_attention': dict(loops=loops)}
+
+
+def _walked(past: np.ndarray, at_once: int) -> list[int]:
+  """Returns the trips of the loops of a walk over past pages.
+
+  Full steps; then, of every tile's last step, past pages that are awaited and
+  places without one that are cleared.
+
+  Args:
+    past: past pages of each tile.
+    at_once: pages of a step.
+  """
+  full, left = np.divmod(past, at_once)
+  counts = [full, left, at_once - 1 - left] if at_once > 1 else [full]
+  return [int(n.sum()) for n in counts]
 
 
 def splash(

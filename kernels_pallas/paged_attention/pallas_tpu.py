@@ -7,11 +7,11 @@ of the online softmax, in the order of position; a page that a row does not see
 is an exact no-op for it, so both walks give the same bits:
 
   * `_walk`: the pages of a list, brought by DMA a few at a time while the last
-    few are multiplied. Serves the engine (decode and prefill chunks, all
-    layers) and the learner's full and block-sparse layers. Only the current
-    page, always the last, needs a mask per element. A step works on several
-    score blocks, of several pages, heads or rows: while one is in its softmax,
-    the matrix units have another.
+    few are multiplied, and those of the next list while this one ends. Serves
+    the engine (decode and prefill chunks, all layers) and the learner's full
+    and block-sparse layers. Only the current page, always the last, needs a
+    mask per element. A step works on several score blocks, of several pages,
+    heads or rows: while one is in its softmax, the matrix units have another.
   * `_slide`: the learner's sliding windows. Pages lie at fixed distances in the
     stream, so all masks but one row vector are known when it compiles, and the
     pipeline of the grid brings the pages.
@@ -41,7 +41,7 @@ from kernels_pallas.paged_attention.visits import visits
 LANES = 128
 ROWS = 256  # most rows of one score block
 WORK = 8  # score blocks of one step of `_walk`, over all its pages
-AHEAD = 4  # score blocks that are multiplied before their turn
+AHEAD = 8
 SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
 SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
 
@@ -269,11 +269,18 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
       selected_TKj, layout, positions, current, page, shape.form
   )
   tiles, rows = positions.shape[0], together * tile * group
-  listed = jnp.take_along_axis(table[:, None], numbers, 2)
+  listed = table[:, None]
+  if picks or shape.form.window is not None:  # else every page, in order
+    listed = jnp.take_along_axis(listed, numbers, 2)
   # The kernel does not check them; a check costs as much as a copy.
   listed = jnp.clip(listed, 0, kv.shape[0] - 1)
   newest = jnp.broadcast_to((positions.max(1) % page)[:, None], count.shape)
+  if nx.interpret():
+    # Less to compile where the compiler is not the chip's.
+    at_once = min(at_once, 2)
+  lead = 2 if nx.interpret() else WORK // at_once
   walk = [count[..., None], newest[..., None], listed, numbers]
+  walk.append(_following(count, listed[..., : lead * at_once]))
   walk = jnp.concatenate(walk, -1)[:, :, None]
   q = to_tiles(q_TNH, layout, tile=tile)
   q = q.reshape(tiles, tile, heads // together, together, group, -1)
@@ -301,11 +308,7 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   if sink_N is not None:
     inputs.append(shape.sinks(sink_N, together, tile))
     specs.append(pl.BlockSpec((1, 1, rows), lambda k, t: (k, 0, 0)))
-  if nx.interpret():
-    # Less to compile where the compiler is not the chip's.
-    at_once = min(at_once, 2)
-  lead = 2 if nx.interpret() else WORK // at_once
-  ring = ((lead + 1) * at_once + 1, page, together * 2 * shape.width)
+  ring = ((lead + 1) * at_once, page, together * 2 * shape.width)
   out, lse = pl.pallas_call(
       functools.partial(
           _walk,
@@ -333,6 +336,7 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
           pltpu.SemaphoreType.DMA(ring[:1]),
           pltpu.VMEM((2, rows), nx.F32),
           pltpu.VMEM((shape.depth, rows), nx.F32),
+          pltpu.SMEM((1,), jnp.int32),
       ],
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=('arbitrary', 'arbitrary'),
@@ -460,6 +464,21 @@ def pages_read(layout, page, form, selected_TKj=None):
   return visits(selected_TKj, layout, positions, current, page, form)[0]
 
 
+def _following(count, listed):
+  """Of each list, how long the next one in the grid is, and its first pages.
+
+  Args:
+    count: int32 [tiles, K or 1].
+    listed: int32 [tiles, K or 1, n].
+
+  Returns:
+    int32 [tiles, K or 1, 1 + n]; after the last list comes the first.
+  """
+  x = jnp.concatenate([count[..., None], listed], -1).swapaxes(0, 1)
+  x = jnp.roll(x.reshape(-1, x.shape[-1]), -1, 0).reshape(x.shape)
+  return x.swapaxes(0, 1)
+
+
 def _walk(
     walk,
     pos,
@@ -475,44 +494,65 @@ def _walk(
     at_once,
     lead,
 ):
-  """Grid (K / together, tiles): one tile of some KV heads."""
-  *more, out, lse, pages, sems, stats, accs = rest
+  """Grid (K / together, tiles): one tile of some KV heads.
+
+  A list is walked in steps: full ones, of `at_once` past pages, in a loop; then
+  what is left of the past, with the current page. While a step is computed, the
+  one `lead` steps later is on its way; steps after the tile's last are those of
+  the next tile, which finds them in the ring.
+  """
+  *more, out, lse, pages, sems, stats, accs, turn = rest
   chosen = more[0] if picks else None
   sink = more[-1] if sinks else None
   windowed = shape.form.window is not None
-  head = pl.program_id(0)
+  head, tile = pl.program_id(0), pl.program_id(1)
+  wrap = tile + 1 == pl.num_programs(1)
+  begin = (head == 0) & (tile == 0)
+  end = wrap & (head + 1 == pl.num_programs(0))
   count, newest = walk[0, 0, 0, 0], walk[0, 0, 0, 1]
+  follows = 2 + 2 * capacity
+  count_next = jnp.where(end, 0, walk[0, 0, 0, follows])
   number_of = lambda place: walk[0, 0, 0, 2 + capacity + place]
   both = 2 * shape.width
-  start = head * together * both
-  if not nx.interpret():
-    start = pl.multiple_of(start, LANES)
-  lanes = pl.ds(start, together * both)
-  ring = (lead + 1) * at_once
-  steps = lax.div(count - 1 + at_once - 1, at_once)
+  full = lax.div(jnp.maximum(count - 1, 0), at_once)
+  left = count - 1 - full * at_once
+  steps = full + 1  # of an empty tile one, without pages
   offsets = _iota((shape.page, 1), 0)
   owners = [_owners(*block) for block in blocks]
   queries = [q[0, 0, first : first + rows] for first, rows, _ in blocks]
 
-  def copy(place, slot):
-    source = kv.at[walk[0, 0, 0, 2 + place], :, lanes]
+  @pl.when(begin)
+  def _():
+    turn[0] = 0
+
+  base = turn[0]  # place of the tile's first step in the ring
+
+  def slot_of(step, u):
+    return lax.rem(base + step, lead + 1) * at_once + u
+
+  def copy(step, u, page=0, start=0):
+    slot = slot_of(step, u)
+    source = kv.at[page, :, pl.ds(start, together * both)]
     return pltpu.make_async_copy(source, pages.at[slot], sems.at[slot])
 
   def fetch(step):
-    """The copies of a step; past the list the last past page comes again."""
-    base = lax.rem(step, lead + 1) * at_once
-    return [
-        copy(jnp.minimum(step * at_once + u, count - 2), base + u)
-        for u in range(at_once)
-    ]
+    """Starts a step's copies: past pages in order, the last page in the end."""
+    mine = step < steps
+    first = jnp.where(mine, step, step - steps) * at_once
+    more = jnp.where(mine, count, count_next) - 1 - first
+    listed = jnp.where(mine, 2, follows + 1) + first
+    start = jnp.where(mine | ~wrap, head, head + 1) * together * both
+    if not nx.interpret():
+      start = pl.multiple_of(start, LANES)
+    for u in range(at_once - 1):
+      c = copy(step, u, walk[0, 0, 0, listed + u], start)
+      pl.when(u < more)(c.start)
+    last = jnp.clip(more, 0, at_once - 1)
+    c = copy(step, at_once - 1, walk[0, 0, 0, listed + last], start)
+    pl.when(more >= 0)(c.start)
 
-  def start_fetch(step):
-    @pl.when(step < steps)
-    def _():
-      for c in fetch(step):
-        c.start()
-
-  def kv_of(slot, i):
+  def kv_of(step, u, i):
+    slot = slot_of(step, u)
     return [pages[slot, :, h * both : (h + 1) * both] for h in blocks[i][2]]
 
   def rows_of(i):
@@ -528,60 +568,81 @@ def _walk(
     bound = shape.bound(pos[0, :, rows_of(i)], number)
     return number * shape.page + offsets > bound
 
-  def visit(step, _):
-    start_fetch(step + lead)
-    for c in fetch(step):
-      c.wait()
-    base = lax.rem(step, lead + 1) * at_once
+  def walk_past(step, u, i, state, s, here):
+    """One past page of a block; `here` as `rows` of `_Shape.step`."""
+    number = number_of(jnp.minimum(step * at_once + u, capacity - 1))
+    if chosen is not None:
+      hit = jnp.where(chosen[0, 0, :, rows_of(i)] == number, 1.0, 0.0)
+      hit = hit.max(0, keepdims=True) > 0
+      here = hit if here is None else here & hit
+    seen = in_window(number, i) if windowed else None
+    return shape.step(state, s, kv_of(step, u, i), seen, here, owners[i])
+
+  def walk_current(step, u, i, state, s):
+    # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
+    page = [
+        jnp.where(offsets <= newest, x, jnp.zeros_like(x))
+        for x in kv_of(step, u, i)
+    ]
+    number = number_of(count - 1)
+    seen = offsets <= pos[0, :, rows_of(i)] - number * shape.page
+    if windowed:
+      seen &= in_window(number, i)
+    return shape.step(state, s, page, seen, None, owners[i])
+
+  def scored(step):
+    """Yields (place, block, scores) of a step."""
     work = [(u, i) for u in range(at_once) for i in range(len(blocks))]
     score = lambda item: shape.scores(
-        queries[item[1]], kv_of(base + item[0], item[1]), owners[item[1]]
+        queries[item[1]], kv_of(step, *item), owners[item[1]]
     )
-    states: dict[int, Any] = {}
     for (u, i), s in _scored(score, work):
-      place = step * at_once + u
-      number = number_of(jnp.minimum(place, count - 2))
-      here = None
-      if at_once > 1:
-        here = jnp.full((1, s.shape[1]), place, jnp.int32) < count - 1
-      if chosen is not None:
-        hit = jnp.where(chosen[0, 0, :, rows_of(i)] == number, 1.0, 0.0)
-        hit = hit.max(0, keepdims=True) > 0
-        here = hit if here is None else here & hit
-      seen = in_window(number, i) if windowed else None
+      yield u, i, s
+
+  def visit(step, _):
+    fetch(step + lead)
+    for u in range(at_once):
+      copy(step, u).wait()
+    states: dict[int, Any] = {}
+    for u, i, s in scored(step):
       state = states[i] if u else load(i)
-      states[i] = shape.step(
-          state, s, kv_of(base + u, i), seen, here, owners[i]
-      )
+      states[i] = walk_past(step, u, i, state, s, None)
     for i, state in states.items():
       save(i, state)
     return 0
 
-  @pl.when(count > 0)
-  def _():
-    last = copy(count - 1, ring)
-    last.start()
-    for step in range(lead):
-      start_fetch(step)
-    for i, (_, rows, _) in enumerate(blocks):
-      save(
-          i, shape.start(rows, None if sink is None else sink[0, :, rows_of(i)])
-      )
-    lax.fori_loop(0, steps, visit, 0)
-    last.wait()
-    number = number_of(count - 1)
-    score = lambda i: shape.scores(queries[i], kv_of(ring, i), owners[i])
-    for i, s in _scored(score, range(len(blocks))):
-      # A slot that nobody wrote may hold anything, and 0 · NaN is NaN.
-      page = [
-          jnp.where(offsets <= newest, x, jnp.zeros_like(x))
-          for x in kv_of(ring, i)
-      ]
-      seen = offsets <= pos[0, :, rows_of(i)] - number * shape.page
-      if windowed:
-        seen &= in_window(number, i)
-      state = shape.step(load(i), s, page, seen, None, owners[i])
-      out[0, 0, rows_of(i)], lse[0, 0, :, rows_of(i)] = shape.finish(state)
+  def wait(u, _):
+    copy(full, u).wait()
+    return 0
+
+  def clear(u, _):
+    pages[slot_of(full, u)] = jnp.zeros(pages.shape[1:], pages.dtype)
+    return 0
+
+  def finish():
+    wait(at_once - 1, 0)
+    if at_once > 1:
+      lax.fori_loop(0, left, wait, 0)
+      lax.fori_loop(left, at_once - 1, clear, 0)
+    states = {i: load(i) for i in range(len(blocks))}
+    for u, i, s in scored(full):
+      if u < at_once - 1:
+        here = jnp.full((1, s.shape[1]), u, jnp.int32) < left
+        states[i] = walk_past(full, u, i, states[i], s, here)
+      else:
+        state = walk_current(full, u, i, states[i], s)
+        out[0, 0, rows_of(i)], lse[0, 0, :, rows_of(i)] = shape.finish(state)
+
+  for step in range(lead):
+    # All but the first tile find their own steps in the ring.
+    missing = begin | (step >= steps) if step else begin
+    pl.when(missing)(functools.partial(fetch, step))
+  for i, (_, rows, _) in enumerate(blocks):
+    save(i, shape.start(rows, None if sink is None else sink[0, :, rows_of(i)]))
+  lax.fori_loop(0, full, visit, 0)
+  fetch(full + lead)
+  turn[0] = lax.rem(base + steps, lead + 1)
+  pl.when(count > 0)(finish)
 
   @pl.when(count == 0)
   def _():
