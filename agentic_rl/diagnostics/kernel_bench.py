@@ -75,6 +75,9 @@ class Result:
     vmem_bytes: of our largest kernel.
     hbm_bytes: that our kernels copy, see `tpu_cost.OpCost`.
     peer_hbm_bytes: the same of the peer.
+    cycles_ratio: ratio of ours to the best peer in cycles where HBM bounds, too:
+      a side takes the larger of its bundles and of what the chip's peak
+      bandwidth needs for its bytes. None where bytes are not known.
     mxu_share: share of our bundles in which full matrix units would do the
       useful work, flops / (bf16_flops / clock_hz) / ours.
     around: bundles of XLA's ops around our kernels and the peer's, which are
@@ -92,6 +95,7 @@ class Result:
   vmem_bytes: int
   hbm_bytes: float | None
   peer_hbm_bytes: float | None
+  cycles_ratio: float | None
   mxu_share: float
   around: tuple[int, int]
 
@@ -135,8 +139,9 @@ def measure(
 
 
 def _measure_case(case: Case, chip: str) -> Result:
-  flops_per_cycle = tpu_compiler.CHIPS[chip].bf16_flops
-  flops_per_cycle /= tpu_compiler.CHIPS[chip].clock_hz
+  facts = tpu_compiler.CHIPS[chip]
+  flops_per_cycle = facts.bf16_flops / facts.clock_hz
+  bytes_per_cycle = facts.hbm_bytes / facts.clock_hz
   ours = _measure_side(case.ours, chip)
   peers = [(_measure_side(s, chip), s.name) for s in case.peers]
   peer, name = min(peers, key=lambda pair: pair[0].bundles)
@@ -152,13 +157,14 @@ def _measure_case(case: Case, chip: str) -> Result:
       vmem_bytes=ours.vmem_bytes,
       hbm_bytes=ours.hbm_bytes,
       peer_hbm_bytes=peer.hbm_bytes,
+      cycles_ratio=cycles_ratio(ours, peer, bytes_per_cycle),
       mxu_share=case.flops / flops_per_cycle / ours.bundles,
       around=(ours.around, peer.around),
   )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Measured:
+class Measured:
   """A side: bundles and memory of what counts, bundles of the rest."""
 
   bundles: int
@@ -168,7 +174,20 @@ class _Measured:
   around: int
 
 
-def _measure_side(side: Side, chip: str) -> _Measured:
+def cycles_ratio(
+    ours: Measured, peer: Measured, bytes_per_cycle: float
+) -> float | None:
+  """Returns `Result.cycles_ratio`."""
+  if ours.hbm_bytes is None or peer.hbm_bytes is None:
+    return None
+  mine, theirs = (
+      max(side.bundles, side.hbm_bytes / bytes_per_cycle)
+      for side in (ours, peer)
+  )
+  return mine / theirs
+
+
+def _measure_side(side: Side, chip: str) -> Measured:
   ops = tpu_cost.measure(
       f'{programs.__name__}:{side.builder}', side.kwargs, chip
   )
@@ -183,7 +202,7 @@ def _measure_side(side: Side, chip: str) -> _Measured:
         f' trips\n{found}'
     )
   copied: list[Any] = [op.hbm_bytes for op in counted]
-  return _Measured(
+  return Measured(
       round(sum(op.bundles or 0 for op in counted)),
       sum(op.spills for op in counted),
       max(op.vmem_bytes for op in counted),
@@ -196,13 +215,14 @@ def table(results: Sequence[Result], failures: Mapping[str, str]) -> str:
   """Returns what `measure` found as text."""
   lines = [
       'executed bundles: issue cycles, without DMA waits and contention for'
-      ' HBM; below 10-15 % is a tie.',
+      ' HBM; below 10-15 % is a tie. Cycles: the same ratio if a side takes at'
+      ' least what HBM at its peak needs for its bytes.',
       'VMEM: MiB of our largest kernel. HBM: MB that are copied, at most, ours'
       " and the peer's. XLA: bundles of the ops around the kernels, ours and the"
       " peer's; they are in no other column.",
-      f'{"op":32s} {"chip":4s} {"ours":>8s} {"peer":>8s} {"ratio":>5s}'
-      f' {"goal":>5s} {"MXU":>4s} {"spills":>6s} {"VMEM":>5s} {"HBM":>11s}'
-      f' {"XLA":>15s}  peer',
+      f'{"op":34s} {"chip":4s} {"ours":>8s} {"peer":>8s} {"ratio":>5s}'
+      f' {"goal":>5s} {"cycles":>6s} {"MXU":>4s} {"spills":>6s} {"VMEM":>5s}'
+      f' {"HBM":>11s} {"XLA":>15s}  peer',
   ]
   for r in results:
     around = f'{r.around[0]}/{r.around[1]}'
@@ -210,9 +230,10 @@ def table(results: Sequence[Result], failures: Mapping[str, str]) -> str:
         '?' if n is None else f'{n / 1e6:.0f}'
         for n in (r.hbm_bytes, r.peer_hbm_bytes)
     )
+    cycles = '?' if r.cycles_ratio is None else f'{r.cycles_ratio:.2f}'
     lines.append(
-        f'{r.op:32s} {r.chip:4s} {r.ours:8d} {r.peer:8d} {r.ratio:5.2f}'
-        f' {r.goal:5.2f} {r.mxu_share:4.0%} {r.spills:6d}'
+        f'{r.op:34s} {r.chip:4s} {r.ours:8d} {r.peer:8d} {r.ratio:5.2f}'
+        f' {r.goal:5.2f} {cycles:>6s} {r.mxu_share:4.0%} {r.spills:6d}'
         f' {r.vmem_bytes / 2**20:5.1f} {hbm:>11s} {around:>15s}'
         f'  {r.peer_name}' + ', goal missed' * (r.ratio > r.goal)
     )

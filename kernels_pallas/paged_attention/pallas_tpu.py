@@ -278,9 +278,9 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   if nx.interpret():
     # Less to compile where the compiler is not the chip's.
     at_once = min(at_once, 2)
-  lead = 2 if nx.interpret() else WORK // at_once
+  lead = max(1, 2 // at_once) if nx.interpret() else WORK // at_once
   walk = [count[..., None], newest[..., None], listed, numbers]
-  walk.append(_following(count, listed[..., : lead * at_once]))
+  walk.append(_following(count, listed, lead * at_once))
   walk = jnp.concatenate(walk, -1)[:, :, None]
   q = to_tiles(q_TNH, layout, tile=tile)
   q = q.reshape(tiles, tile, heads // together, together, group, -1)
@@ -464,17 +464,20 @@ def pages_read(layout, page, form, selected_TKj=None):
   return visits(selected_TKj, layout, positions, current, page, form)[0]
 
 
-def _following(count, listed):
+def _following(count, listed, n):
   """Of each list, how long the next one in the grid is, and its first pages.
 
   Args:
     count: int32 [tiles, K or 1].
-    listed: int32 [tiles, K or 1, n].
+    listed: int32 [tiles, K or 1, capacity].
+    n: how many pages; zeros where the capacity is less.
 
   Returns:
     int32 [tiles, K or 1, 1 + n]; after the last list comes the first.
   """
-  x = jnp.concatenate([count[..., None], listed], -1).swapaxes(0, 1)
+  short = max(0, n - listed.shape[-1])
+  near = jnp.pad(listed[..., :n], [(0, 0), (0, 0), (0, short)])
+  x = jnp.concatenate([count[..., None], near], -1).swapaxes(0, 1)
   x = jnp.roll(x.reshape(-1, x.shape[-1]), -1, 0).reshape(x.shape)
   return x.swapaxes(0, 1)
 

@@ -179,6 +179,7 @@ RESULT = kernel_bench.Result(
     vmem_bytes=1 << 20,
     hbm_bytes=3e6,
     peer_hbm_bytes=None,
+    cycles_ratio=None,
     mxu_share=0.5,
     around=(7, 8),
 )
@@ -209,6 +210,7 @@ def test_command(monkeypatch, tmp_path, capsys):
           'vmem_bytes': 1 << 20,
           'hbm_bytes': 3e6,
           'peer_hbm_bytes': None,
+          'cycles_ratio': None,
           'mxu_share': 0.5,
       }
   ]
@@ -222,6 +224,16 @@ def test_command(monkeypatch, tmp_path, capsys):
   names = ['attention decode', 'logprobs forward', 'logprobs backward']
   assert asked[1] == ('v6e', names)
   assert 'more: not measured: why not' in capsys.readouterr().out
+
+
+def test_ratio_of_cycles():
+  side = lambda bundles, hbm: kernel_bench.Measured(bundles, 0, 0, hbm, 0)
+  ratio = lambda *sides: kernel_bench.cycles_ratio(*sides, 500.0)
+  # HBM needs 200 cycles for 100,000 bytes: it bounds the peer, then both.
+  assert ratio(side(300, 1e5), side(100, 1e5)) == 1.5
+  assert ratio(side(150, 1e5), side(100, 1e5)) == 1
+  assert ratio(side(300, 1e5), side(250, 1e5)) == 1.2
+  assert ratio(side(300, None), side(250, 1e5)) is None
 
 
 def test_cases_are_distinct():
