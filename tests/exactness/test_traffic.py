@@ -184,10 +184,10 @@ def test_one_wrong_weight_is_seen():
     ],
 )
 def test_no_bit_differs_in_the_default_shape(precision):
-  """Eight layers of width 128; two precisions compare 10^5 tokens."""
+  """Eight layers of width 128; the million is in `test_matrix`."""
   cfg = config_lib.PolicyConfig(precision=precision)
-  scripts = samples.traffic(cfg, 720)
-  assert sum(sum(s.draws) for s in scripts) >= 50_000
+  scripts = samples.traffic(cfg, 240)
+  assert sum(sum(s.draws) for s in scripts) >= 15_000
   compare(
       f'default-{precision}',
       cfg,
