@@ -15,7 +15,7 @@ from agentic_rl import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAIN = ROOT / 'launch' / 'main.py'
-LIMIT_S = 300  # of any wait: longer means that something hangs
+LIMIT_S = 900  # of any wait: longer means that something hangs
 
 # Small enough for seconds, long enough that most actions are real calls, and
 # each rollout pushes the weights, solved or not.
