@@ -180,11 +180,8 @@ def cycles_ratio(
   """Returns `Result.cycles_ratio`."""
   if ours.hbm_bytes is None or peer.hbm_bytes is None:
     return None
-  mine, theirs = (
-      max(side.bundles, side.hbm_bytes / bytes_per_cycle)
-      for side in (ours, peer)
-  )
-  return mine / theirs
+  mine = max(ours.bundles, ours.hbm_bytes / bytes_per_cycle)
+  return mine / max(peer.bundles, peer.hbm_bytes / bytes_per_cycle)
 
 
 def _measure_side(side: Side, chip: str) -> Measured:
