@@ -41,7 +41,7 @@ from kernels_pallas.paged_attention.visits import visits
 LANES = 128
 ROWS = 256  # most rows of one score block
 WORK = 8  # score blocks of one step of `_walk`, over all its pages
-AHEAD = 8
+AHEAD = 8  # score blocks that are multiplied before their turn
 SLIDE_TOKENS = 256  # tokens of one grid step of `_slide`
 SLIDE_PAGES = 8  # most pages before the tile that `_slide` takes
 
@@ -275,10 +275,10 @@ def _walk_tiles(q_TNH, kv, layout, selected_TKj, sink_N, shape):
   # The kernel does not check them; a check costs as much as a copy.
   listed = jnp.clip(listed, 0, kv.shape[0] - 1)
   newest = jnp.broadcast_to((positions.max(1) % page)[:, None], count.shape)
-  if nx.interpret():
-    # Less to compile where the compiler is not the chip's.
-    at_once = min(at_once, 2)
-  lead = max(1, 2 // at_once) if nx.interpret() else WORK // at_once
+  # Less to compile where the compiler is not the chip's.
+  work = 2 if nx.interpret() else WORK
+  at_once = min(at_once, work)
+  lead = work // at_once
   walk = [count[..., None], newest[..., None], listed, numbers]
   walk.append(_following(count, listed, lead * at_once))
   walk = jnp.concatenate(walk, -1)[:, :, None]
@@ -594,20 +594,19 @@ def _walk(
     return shape.step(state, s, page, seen, None, owners[i])
 
   def scored(step):
-    """Yields (place, block, scores) of a step."""
+    """Yields ((place, block), scores) of a step."""
     work = [(u, i) for u in range(at_once) for i in range(len(blocks))]
     score = lambda item: shape.scores(
         queries[item[1]], kv_of(step, *item), owners[item[1]]
     )
-    for (u, i), s in _scored(score, work):
-      yield u, i, s
+    return _scored(score, work)
 
   def visit(step, _):
     fetch(step + lead)
     for u in range(at_once):
       copy(step, u).wait()
     states: dict[int, Any] = {}
-    for u, i, s in scored(step):
+    for (u, i), s in scored(step):
       state = states[i] if u else load(i)
       states[i] = walk_past(step, u, i, state, s, None)
     for i, state in states.items():
@@ -628,7 +627,7 @@ def _walk(
       lax.fori_loop(0, left, wait, 0)
       lax.fori_loop(left, at_once - 1, clear, 0)
     states = {i: load(i) for i in range(len(blocks))}
-    for u, i, s in scored(full):
+    for (u, i), s in scored(full):
       if u < at_once - 1:
         here = jnp.full((1, s.shape[1]), u, jnp.int32) < left
         states[i] = walk_past(full, u, i, states[i], s, here)
